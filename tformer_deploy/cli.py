@@ -1,0 +1,103 @@
+"""The console script: finds commands by name, and turns errors into text and exit codes, in this one place."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import signal
+import sys
+from typing import Any
+
+import click
+
+from tformer_deploy.errors import ResourceError, StorageError, TformerError
+
+# Command name → module in tformer_deploy.commands, imported only when it is asked for: `generate` needs no torch.
+COMMANDS = {
+    "export": "export",
+    "build-engine": "build_engine",
+    "check": "check",
+    "seal": "seal",
+    "run": "run",
+    "generate": "generate",
+    "bench": "bench",
+    "inspect": "inspect",
+    "doctor": "doctor",
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module when the command is named."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order of a user's work."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The command, or None when there is none of that name."""
+        if name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"tformer_deploy.commands.{COMMANDS[name]}").command
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="tformer-deploy")
+@click.option("--debug", is_flag=True, help="Show a traceback with an error.")
+def cli(debug: bool) -> None:
+    """Export decoder-only transformers to prefill and decode graphs, prove them equal to PyTorch, and run them."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs one command and ends the process with its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command; returns the exit code (docs/exit-codes.md lists them)."""
+    debug = "--debug" in arguments[:1]
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        result: Any = cli.main(args=arguments, prog_name="tformer-deploy", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as e:
+        return e.exit_code
+    except click.ClickException as e:
+        e.show()
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("Stopped by Ctrl-C.", err=True)
+        return 130
+    except BrokenPipeError:
+        # Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+    except Exception as e:
+        if debug:
+            raise
+        return _report(e)
+    return result if isinstance(result, int) else 0
+
+
+def _report(error: Exception) -> int:
+    if isinstance(error, OSError) and not isinstance(error, TformerError):
+        where = f" ({error.filename})" if error.filename else ""
+        free = "Free some space and run the command again." if error.errno == errno.ENOSPC else None
+        error = StorageError(f"{error.strerror or error}{where}.", free)
+    elif isinstance(error, MemoryError):
+        error = ResourceError("Memory ran out.", "Lower --max-batch or --max-length, or use a machine with more memory.")
+    if isinstance(error, TformerError):
+        click.echo(f"Error: {error.message}", err=True)
+        if error.hint:
+            click.echo(f"  → {error.hint}", err=True)
+        return error.exit_code
+    click.echo(f"Error: {type(error).__name__}: {error}", err=True)
+    click.echo("  → This is a defect of tformer-deploy: run again as `tformer-deploy --debug …` and report what it prints.", err=True)
+    return 1
+
+
+def _terminate(signum: int, frame: object) -> None:
+    raise SystemExit(143)
