@@ -1,0 +1,88 @@
+"""Streams a checkpoint's tensors into ``weights.bin``, one at a time, hashing on the way."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from tformer_deploy.bundle.manifest import FileRecord, TensorRecord
+from tformer_deploy.errors import InputError
+from tformer_deploy.reference.decoder import rope_frequencies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tformer_deploy.config import DType, ModelConfig
+
+ALIGNMENT = 4096  # a page, so that every tensor can be mapped by itself
+ROPE = "rope.frequencies"
+_TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class WeightSource(Protocol):
+    """What a checkpoint provides (checkpoints/checkpoint.py)."""
+
+    config: ModelConfig
+    tensors: dict[str, object]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor in our form."""
+
+
+def bundle_tensors(source: WeightSource, dtype: DType) -> Iterator[tuple[str, str, Tensor]]:
+    """Every tensor as the bundle holds it: (name, dtype name, tensor), in the order of the file.
+
+    Raises:
+        InputError: A finite value leaves the range of ``dtype``.
+    """
+    for name in source.tensors:
+        yield name, dtype, cast(name, source.read(name), dtype)
+    if source.config.rope is not None:
+        yield ROPE, "fp32", rope_frequencies(source.config)
+
+
+def cast(name: str, tensor: Tensor, dtype: DType) -> Tensor:
+    """``tensor`` in ``dtype``; a finite value that becomes infinite is refused."""
+    result = tensor.to(_TORCH[dtype])
+    if dtype == "fp16" and tensor.dtype != torch.float16 and not torch.isfinite(result).all():
+        # aminmax makes no temporaries as large as the tensor.
+        low, high = (float(x) for x in torch.aminmax(tensor.float()))
+        largest = high if abs(high) > abs(low) else low
+        raise InputError(
+            f"Tensor {name} has the value {largest:.6g}; fp16 ends at ±65504.",
+            "Export with --dtype bf16 or --dtype fp32.",
+        )
+    return result.contiguous()
+
+
+def write_weights(
+    path: Path, tensors: Iterator[tuple[str, str, Tensor]], on_tensor: Callable[[str], None] | None = None
+) -> tuple[dict[str, TensorRecord], FileRecord]:
+    """Writes ``weights.bin``.
+
+    Returns:
+        Where each tensor lies, and the file's hash and size.
+    """
+    records: dict[str, TensorRecord] = {}
+    digest, position = hashlib.sha256(), 0
+    with path.open("wb") as file:
+
+        def put(data: bytes | memoryview) -> None:
+            nonlocal position
+            file.write(data)
+            digest.update(data)
+            position += len(data)
+
+        for name, dtype, tensor in tensors:
+            put(b"\0" * (-position % ALIGNMENT))
+            data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            records[name] = TensorRecord(position, len(data), tuple(tensor.shape), dtype)
+            put(data)
+            if on_tensor is not None:
+                on_tensor(name)
+            del data, tensor
+    return records, FileRecord(digest.hexdigest(), position)
