@@ -22,10 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tformer_deploy.config import ModelConfig
+from tformer_deploy.errors import InputError
 from tformer_deploy.reference import ops
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+Cache = tuple[Tensor, Tensor]
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
@@ -57,6 +60,7 @@ class Linear(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[…, n_in] → […, n_out]."""
         y = x @ self.weight
         return y if self.bias is None else y + self.bias
 
@@ -71,6 +75,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.d_model)) if config.norm == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """[…, d] → […, d]."""
         if self.bias is not None:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -88,7 +93,8 @@ class Attention(nn.Module):
         self.value = Linear(d, kv_heads * dim, config.qkv_bias)
         self.out = Linear(heads * dim, d, config.out_bias)
 
-    def forward(self, x: Tensor, step: Step, cache: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def forward(self, x: Tensor, step: Step, cache: Cache | None) -> tuple[Tensor, Cache | None]:
+        """[B, S, d] → [B, S, d], and the cache (key, value, each [B, K, C, D]) with the new tokens written."""
         query, key, value = (self._heads(p(x)) for p in (self.query, self.key, self.value))
         if step.cos is not None and step.sin is not None:
             query, key = step.rotate(query), step.rotate(key)
@@ -102,7 +108,8 @@ class Attention(nn.Module):
         else:
             y = ops.causal_attention(query, key, value)
         y = y.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)
-        return self.out(y), cache
+        y = self.out(y)
+        return y, cache
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, S, heads * D] → [B, heads, S, D]."""
@@ -123,10 +130,12 @@ class Step:
         self.cos, self.sin, self.write, self.mask, self.training = cos, sin, write, mask, training
 
     def rotate(self, x: Tensor) -> Tensor:
+        """Queries or keys [B, heads, S, D], turned by their positions' angles."""
         assert self.cos is not None
         assert self.sin is not None
         if not self.training:
-            return ops.rotary(x, self.cos, self.sin)
+            rotated: Tensor = ops.rotary(x, self.cos, self.sin)
+            return rotated
         first, second = x.chunk(2, dim=-1)
         cos, sin = self.cos[:, None], self.sin[:, None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -143,9 +152,10 @@ class FeedForward(nn.Module):
         self.down = Linear(config.d_ff, config.d_model, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(self._act(self.up(x)))
-        return self.down(self._act(self.gate(x)) * self.up(x))
+        """[B, S, d] → [B, S, d]."""
+        inner = self._act(self.up(x)) if self.gate is None else self._act(self.gate(x)) * self.up(x)
+        y: Tensor = self.down(inner)
+        return y
 
     def _act(self, x: Tensor) -> Tensor:
         if self.activation == "silu":
@@ -162,7 +172,8 @@ class Block(nn.Module):
         self.attention, self.feed_forward = Attention(config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, step: Step, cache: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def forward(self, x: Tensor, step: Step, cache: Cache | None) -> tuple[Tensor, Cache | None]:
+        """[B, S, d] → [B, S, d]; ``cache`` as in :class:`Attention`."""
         y, cache = self.attention(self.norm1(x), step, cache)
         x = x + self.dropout(y)
         return x + self.dropout(self.feed_forward(self.norm2(x))), cache
@@ -177,23 +188,27 @@ class Embedding(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """[…] int64 → […, d]."""
         return F.embedding(ids, self.weight)
 
 
 class Rope(nn.Module):
-    """Holds the frequencies as a float32 buffer that ``.to(dtype)`` does not touch."""
+    """Holds the frequencies as a float32 buffer that ``.to(dtype)`` does not round; they come from the config alone."""
+
+    frequencies: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         self.register_buffer("frequencies", rope_frequencies(config), persistent=False)
 
-    def _apply(self, fn, recurse: bool = True) -> Self:  # type: ignore[no-untyped-def]  # noqa: ANN001
-        super()._apply(fn, recurse)
-        self.frequencies = self.frequencies.float()
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.frequencies = rope_frequencies(self.config).to(self.frequencies.device)
         return self
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, S, D/2] of ``positions`` [B, S]; angles in float32, then cast."""
+        """The cosines and sines [B, S, D/2] of ``positions`` [B, S]; angles in float32, then cast."""
         angles = positions[..., None].float() * self.frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -217,11 +232,17 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [B, S, V] float32 of every position of ``input_ids`` [B, S] int64."""
+        """Logits [B, S, V] float32 of every position of ``input_ids`` [B, S] int64.
+
+        Raises:
+            InputError: (a ValueError) S is above the model's ``max_length``.
+        """
+        if input_ids.shape[1] > self.config.max_length:
+            raise InputError(f"input_ids holds {input_ids.shape[1]} tokens a row; max_length is {self.config.max_length}.")
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None].expand(input_ids.shape)
         x, _ = self._blocks(input_ids, positions, None, None, None, training=True)
         x = self.norm(x)
-        logits = x @ self.embedding.weight.T if self.head is None else self.head(x)
+        logits: Tensor = x @ self.embedding.weight.T if self.head is None else self.head(x)
         return logits.float()
 
     def prefill(self, input_ids: Tensor, logit_positions: Tensor, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -240,7 +261,9 @@ class Decoder(nn.Module):
         x, present = self._blocks(input_ids, positions, write, None, past, training=False)
         return (self._logits(x, logit_positions), *present)
 
-    def decode(self, input_ids: Tensor, past_lengths: Tensor, logit_positions: Tensor, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def decode(
+        self, input_ids: Tensor, past_lengths: Tensor, logit_positions: Tensor, past: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
         """New tokens after ``past_lengths`` [B] int64 cached ones; otherwise as :meth:`prefill`."""
         positions = past_lengths[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         slots = torch.arange(past[0].shape[2], device=input_ids.device)
@@ -257,7 +280,8 @@ class Decoder(nn.Module):
             x = x + self.positions(positions)
         cos, sin = self.rope(positions, x.dtype) if self.rope is not None else (None, None)
         step = Step(cos, sin, write, mask, training)
-        x, present = self.dropout(x), []
+        x = self.dropout(x)
+        present: list[Tensor] = []
         for i, block in enumerate(self.blocks):
             x, cache = block(x, step, None if past is None else (past[2 * i], past[2 * i + 1]))
             present += cache or ()
@@ -266,7 +290,7 @@ class Decoder(nn.Module):
     def _logits(self, x: Tensor, logit_positions: Tensor) -> Tensor:
         x = torch.gather(x, 1, logit_positions[..., None].expand(-1, -1, x.shape[-1]))
         x = self.norm(x)
-        logits = ops.tied_head(x, self.embedding.weight) if self.head is None else self.head(x)
+        logits: Tensor = ops.tied_head(x, self.embedding.weight) if self.head is None else self.head(x)
         return logits.float()
 
     def save_pretrained(self, path: str | Path) -> None:
@@ -288,8 +312,6 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             model = cls(checkpoint.config)
         model = model.to(dtype or torch.float32).to_empty(device="cpu")
-        if model.rope is not None:
-            model.rope.frequencies = rope_frequencies(checkpoint.config)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name in checkpoint.tensors:
