@@ -1,0 +1,115 @@
+"""Checkpoint → bundle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tformer_deploy.bundle.manifest import MANIFEST, WEIGHTS, FileRecord, Manifest, Source, TensorRecord
+from tformer_deploy.bundle.manifest_io import dump_manifest
+from tformer_deploy.bundle.signature import PHASES
+from tformer_deploy.bundle.verify import hash_file
+from tformer_deploy.bundle.writer import new_folder, refuse_existing, write_file
+from tformer_deploy.errors import InputError, UsageError
+from tformer_deploy.exporters.onnx.graph import build_graph, save_graph
+from tformer_deploy.exporters.onnx.weights import bundle_tensors, write_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tformer_deploy.checkpoints import Checkpoint
+    from tformer_deploy.config import DType, ModelConfig
+
+_VERSIONED = ("tformer-deploy", "torch", "onnx", "onnx-ir", "onnxscript")
+
+
+def export_bundle(
+    checkpoint: Checkpoint,
+    path: str | Path,
+    *,
+    dtype: DType = "fp32",
+    max_length: int | None = None,
+    force: bool = False,
+    verify: Callable[[Path], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Writes a bundle; nothing appears at ``path`` before it is complete.
+
+    Args:
+        checkpoint: What ``checkpoints.open_checkpoint`` returns.
+        path: The bundle's folder.
+        dtype: dtype of weights and caches.
+        max_length: Bound on prompt + completion, at most the checkpoint's; its own where None.
+        force: Replace an existing bundle.
+        verify: Called with the finished folder before it gets its name; raising leaves nothing.
+        on_progress: Called with a few words at the start of each part.
+
+    Raises:
+        InputError: The checkpoint is bad, or a value does not fit ``dtype``.
+        UsageError: ``path`` exists and ``force`` is False, or ``max_length`` is above the checkpoint's.
+    """
+    path = Path(path)
+    say = on_progress or (lambda _: None)
+    refuse_existing(path, force)
+    _refuse_overlap(path, Path(checkpoint.path))
+    config = _bounded(checkpoint.config, max_length)
+    with new_folder(path, force) as folder:
+        say("weights")
+        tensors, weights = write_weights(folder / WEIGHTS, bundle_tensors(checkpoint, dtype))
+        build_id = _build_id(config, dtype, weights)
+        for phase in PHASES:
+            say(f"{phase} graph")
+            save_graph(build_graph(checkpoint.config, dtype, phase, tensors, build_id), str(folder / f"{phase}.onnx"))
+        files = {WEIGHTS: weights} | {f"{phase}.onnx": hash_file(folder / f"{phase}.onnx") for phase in PHASES}
+        for name, data in checkpoint.assets().items():
+            write_file(folder / name, data)
+            files[name] = FileRecord(hashlib.sha256(data).hexdigest(), len(data))
+        write_file(folder / MANIFEST, dump_manifest(_manifest(checkpoint, config, dtype, files, tensors)))
+        if verify is not None:
+            say("check")
+            verify(folder)
+    return path
+
+
+def _manifest(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: DType, files: dict[str, FileRecord], tensors: dict[str, TensorRecord]
+) -> Manifest:
+    return Manifest(
+        config=checkpoint.config,
+        dtype=dtype,
+        max_length=config.max_length,
+        eos_token_ids=checkpoint.eos_token_ids,
+        bos_token_id=checkpoint.bos_token_id,
+        source=Source(checkpoint.name, checkpoint.format, checkpoint.family, checkpoint.sha256()),
+        versions={name: version(name) for name in _VERSIONED},
+        files=files,
+        tensors=tensors,
+    )
+
+
+def _bounded(config: ModelConfig, max_length: int | None) -> ModelConfig:
+    """The config with the row bound that the bundle promises; the weights keep the checkpoint's own shapes."""
+    if max_length is None:
+        return config
+    if not 1 <= max_length <= config.max_length:
+        raise UsageError(
+            f"--max-length is {max_length}; this checkpoint holds 1 to {config.max_length} positions.", "Choose a number in that range."
+        )
+    return replace(config, max_length=max_length)
+
+
+def _build_id(config: ModelConfig, dtype: DType, weights: FileRecord) -> str:
+    text = json.dumps([asdict(config), dtype, weights.sha256], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _refuse_overlap(path: Path, source: Path) -> None:
+    output, given = path.resolve(), source.resolve()
+    if output == given or given in output.parents or output in given.parents:
+        raise UsageError(f"The output {path} and the checkpoint {source} lie inside one another.", "Name an output path elsewhere.")
+    if not source.exists():
+        raise InputError(f"The checkpoint {source} is not there.")

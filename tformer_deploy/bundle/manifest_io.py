@@ -1,0 +1,142 @@
+"""Manifest ↔ bytes. Reading is strict: a manifest is hostile input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from typing import Any
+
+from tformer_deploy.bundle.manifest import MANIFEST, SCHEMA, WEIGHTS, FileRecord, Manifest, Source, TensorRecord
+from tformer_deploy.bundle.strict_json import load_json
+from tformer_deploy.config import DTYPES, ModelConfig
+from tformer_deploy.errors import InputError
+
+_WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+REQUIRED_FILES = ("decode.onnx", "prefill.onnx", WEIGHTS)
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Stable bytes: sorted keys, one form for every number."""
+    return (json.dumps(dataclasses.asdict(manifest), sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Reads ``manifest.json``.
+
+    Raises:
+        InputError: A field is missing, unknown, out of bounds, or the schema is newer than this version reads.
+    """
+    raw = load_json(data, MANIFEST)
+    if not isinstance(raw, dict):
+        raise InputError(f"{MANIFEST} is {type(raw).__name__}; expected an object.")
+    schema = raw.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise InputError(f"{MANIFEST}: schema is {schema!r}; expected a whole number from 1.")
+    if schema > SCHEMA:
+        versions = raw.get("versions")
+        made_by = versions.get("tformer-deploy", "a newer version") if isinstance(versions, dict) else "a newer version"
+        raise InputError(
+            f"{MANIFEST} has schema {schema}, made by tformer-deploy {made_by}; this version reads schema {SCHEMA}.",
+            f"Install tformer-deploy >= {made_by}.",
+        )
+    _exact_keys(raw, {f.name for f in dataclasses.fields(Manifest)}, MANIFEST)
+    config = ModelConfig.from_dict(raw["config"])
+    if raw["dtype"] not in DTYPES:
+        raise InputError(f"{MANIFEST}: dtype is {raw['dtype']!r}; expected one of {', '.join(DTYPES)}.")
+    eos = _list(raw["eos_token_ids"], "eos_token_ids")
+    bos = raw["bos_token_id"]
+    tensors = {
+        name: _tensor(name, record) for name, record in _object(raw["tensors"], "tensors").items()
+    }
+    manifest = Manifest(
+        config=config,
+        dtype=raw["dtype"],
+        max_length=_whole(raw["max_length"], "max_length", 1, config.max_length),
+        eos_token_ids=tuple(_whole(i, "eos_token_ids", 0, config.vocab_size - 1) for i in eos),
+        bos_token_id=None if bos is None else _whole(bos, "bos_token_id", 0, config.vocab_size - 1),
+        source=_source(raw["source"]),
+        versions={k: _text(v, f"versions.{k}") for k, v in _object(raw["versions"], "versions").items()},
+        files={name: _file(name, record) for name, record in _object(raw["files"], "files").items()},
+        tensors=tensors,
+        schema=schema,
+    )
+    _check_files(manifest)
+    return manifest
+
+
+def _check_files(manifest: Manifest) -> None:
+    if missing := [name for name in REQUIRED_FILES if name not in manifest.files]:
+        raise InputError(f"{MANIFEST}: files lacks {', '.join(missing)}.")
+    size = manifest.files[WEIGHTS].size
+    for name, record in manifest.tensors.items():
+        if record.offset + record.size > size:
+            raise InputError(
+                f"{MANIFEST}: tensor {name} ends at byte {record.offset + record.size}; {WEIGHTS} has {size} bytes."
+            )
+
+
+def _exact_keys(raw: dict[str, Any], wanted: set[str], place: str) -> None:
+    missing, unknown = sorted(wanted - set(raw)), sorted(set(raw) - wanted)
+    if missing or unknown:
+        raise InputError(f"{place}: missing fields {missing}, unknown fields {unknown}.")
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{MANIFEST}: {place} is {type(value).__name__}; expected an object.")
+    return value
+
+
+def _list(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InputError(f"{MANIFEST}: {place} is {type(value).__name__}; expected a list.")
+    return value
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{MANIFEST}: {place} is {value!r}; expected text.")
+    return value
+
+
+def _whole(value: Any, place: str, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise InputError(f"{MANIFEST}: {place} is {value!r}; expected a whole number from {low} to {high}.")
+    return value
+
+
+def _hash(value: Any, place: str) -> str:
+    if not (isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value)):
+        raise InputError(f"{MANIFEST}: {place} is {value!r}; expected 64 hexadecimal digits.")
+    return value
+
+
+def _file(name: str, raw: Any) -> FileRecord:
+    if not _NAME.fullmatch(name) or name == MANIFEST:
+        raise InputError(f"{MANIFEST}: files names {name!r}; expected a plain file name inside the bundle.")
+    record = _object(raw, f"files.{name}")
+    _exact_keys(record, {"sha256", "size"}, f"{MANIFEST}: files.{name}")
+    return FileRecord(_hash(record["sha256"], f"files.{name}.sha256"), _whole(record["size"], f"files.{name}.size", 0, 2**53))
+
+
+def _tensor(name: str, raw: Any) -> TensorRecord:
+    place = f"tensors.{name}"
+    record = _object(raw, place)
+    _exact_keys(record, {"offset", "size", "shape", "dtype"}, f"{MANIFEST}: {place}")
+    shape = tuple(_whole(d, f"{place}.shape", 1, 2**31 - 1) for d in _list(record["shape"], f"{place}.shape"))
+    if record["dtype"] not in DTYPES:
+        raise InputError(f"{MANIFEST}: {place}.dtype is {record['dtype']!r}; expected one of {', '.join(DTYPES)}.")
+    size = _whole(record["size"], f"{place}.size", 1, 2**53)
+    if size != math.prod(shape) * _WIDTH[record["dtype"]]:
+        raise InputError(f"{MANIFEST}: {place} has shape {list(shape)} in {record['dtype']} and size {size}; they do not agree.")
+    return TensorRecord(_whole(record["offset"], f"{place}.offset", 0, 2**53), size, shape, record["dtype"])
+
+
+def _source(raw: Any) -> Source:
+    record = _object(raw, "source")
+    _exact_keys(record, {"name", "format", "family", "sha256"}, f"{MANIFEST}: source")
+    name, kind, family = (_text(record[k], f"source.{k}") for k in ("name", "format", "family"))
+    return Source(name, kind, family, _hash(record["sha256"], "source.sha256"))
