@@ -101,3 +101,7 @@ def _report(error: Exception) -> int:
 
 def _terminate(signum: int, frame: object) -> None:
     raise SystemExit(143)
+
+
+if __name__ == "__main__":
+    main()

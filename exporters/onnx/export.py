@@ -16,6 +16,7 @@ from tformer_deploy.bundle.verify import hash_file
 from tformer_deploy.bundle.writer import new_folder, refuse_existing, write_file
 from tformer_deploy.errors import InputError, UsageError
 from tformer_deploy.exporters.onnx.graph import build_graph, save_graph
+from tformer_deploy.exporters.onnx.lint import require_clean
 from tformer_deploy.exporters.onnx.weights import bundle_tensors, write_weights
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def export_bundle(
         build_id = _build_id(config, dtype, weights)
         for phase in PHASES:
             say(f"{phase} graph")
-            save_graph(build_graph(checkpoint.config, dtype, phase, tensors, build_id), str(folder / f"{phase}.onnx"))
+            graph = build_graph(checkpoint.config, dtype, phase, tensors, build_id)
+            require_clean(graph, checkpoint.config, dtype, phase)
+            save_graph(graph, str(folder / f"{phase}.onnx"))
         files = {WEIGHTS: weights} | {f"{phase}.onnx": hash_file(folder / f"{phase}.onnx") for phase in PHASES}
         for name, data in checkpoint.assets().items():
             write_file(folder / name, data)

@@ -1,0 +1,128 @@
+"""Refuses graphs that a runtime would mis-read. Run on every finished graph, and by ``seal`` on an edited one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from tformer_deploy.bundle.manifest import WEIGHTS
+from tformer_deploy.bundle.signature import ONNX_DTYPES, OPSET, PHASES, Phase, TensorSignature, graph_inputs, graph_outputs
+from tformer_deploy.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tformer_deploy.bundle import Bundle
+    from tformer_deploy.config import DType, ModelConfig
+
+# Positions of Attention's inputs and TensorScatter's cache.
+_MASK, _FIRST_PAST, _NONPAD = 3, 4, 6
+
+
+def require_clean(model: ir.Model, config: ModelConfig, dtype: DType, phase: Phase) -> None:
+    """Refuses a graph that has faults, all named at once.
+
+    Raises:
+        InputError: There is at least one.
+    """
+    faults = list(graph_faults(model, config, dtype, phase))
+    if faults:
+        raise InputError(f"{phase}.onnx cannot be used:\n  " + "\n  ".join(faults))
+
+
+def bundle_faults(bundle: Bundle) -> list[str]:
+    """The faults of both graphs of a bundle."""
+    manifest, faults = bundle.manifest, []
+    for phase in PHASES:
+        model = ir.load(bundle.path / f"{phase}.onnx")
+        faults += [f"{phase}.onnx: {f}" for f in graph_faults(model, manifest.config, manifest.dtype, phase)]
+    return faults
+
+
+def graph_faults(model: ir.Model, config: ModelConfig, dtype: DType, phase: Phase) -> Iterator[str]:
+    """What a runtime would refuse or mis-read, a sentence each."""
+    if model.opset_imports.get("") != OPSET:
+        yield f"opset is {model.opset_imports.get('')}; expected {OPSET}."
+    yield from _signature_faults(model.graph, config, dtype, phase)
+    attentions = 0
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain not in ("", "ai.onnx"):
+            yield f"{_place(node)} is of the domain {node.domain}; only standard operators are portable."
+        if node.op_type == "Attention":
+            attentions += 1
+            yield from _attention_faults(node, phase)
+        if node.op_type == "Transpose" and node.inputs[0] is not None and node.inputs[0].is_initializer():
+            yield f"{_place(node)} transposes the initializer {node.inputs[0].name}; store it transposed."
+    if attentions != config.n_layers:
+        yield f"there are {attentions} Attention nodes; expected {config.n_layers}, one a layer."
+    yield from _cache_faults(model.graph)
+    for name, value in model.graph.initializers.items():
+        if isinstance(value.const_value, ir.ExternalTensor) and str(value.const_value.location) != WEIGHTS:
+            yield f"initializer {name} lies in {str(value.const_value.location)!r}; expected {WEIGHTS}."
+
+
+def _place(node: ir.Node) -> str:
+    return f"{node.op_type} {node.name!r}"
+
+
+def _attention_faults(node: ir.Node, phase: Phase) -> Iterator[str]:
+    inputs = list(node.inputs)
+    causal = node.attributes.get_int("is_causal", 0)
+    mask = len(inputs) > _MASK and inputs[_MASK] is not None
+    if len(inputs) > _NONPAD and inputs[_NONPAD] is not None:
+        yield f"{_place(node)} has nonpad_kv_seqlen, which TensorRT-RTX drops with a warning."
+    if any(i is not None for i in inputs[_FIRST_PAST:_NONPAD]):
+        yield f"{_place(node)} takes past keys or values; the cache is written by TensorScatter."
+    if len([o for o in node.outputs if o.name]) > 1:
+        yield f"{_place(node)} has {len(node.outputs)} outputs; TensorRT accepts one."
+    if mask and causal:
+        yield f"{_place(node)} has a mask and is_causal, which TensorRT refuses."
+    if phase == "prefill" and (mask or not causal):
+        yield f"{_place(node)} in prefill must be causal, without a mask."
+    if phase == "decode" and (causal or not mask):
+        yield f"{_place(node)} in decode must take the mask, without is_causal."
+    if node.attributes.get_float("softcap", 0.0):
+        yield f"{_place(node)} has a softcap, which TensorRT refuses."
+    if node.attributes.get("softmax_precision") is not None:
+        yield f"{_place(node)} sets softmax_precision, which TensorRT refuses."
+
+
+def _cache_faults(graph: ir.Graph) -> Iterator[str]:
+    inputs = set(graph.inputs)
+    for output in graph.outputs:
+        name = str(output.name)
+        if not name.startswith("present."):
+            continue
+        producer = output.producer()
+        if producer is None or producer.op_type != "TensorScatter":
+            yield f"{name} comes from {producer.op_type if producer else 'nothing'}; expected TensorScatter, so that the cache is updated in place."
+            continue
+        cache = producer.inputs[0]
+        if cache not in inputs or str(cache.name if cache else "") != name.replace("present.", "past_key_values."):
+            yield f"{name} is written over {cache.name if cache else None}; expected the input {name.replace('present.', 'past_key_values.')}."
+        if producer.attributes.get_string("mode", "linear") != "linear":
+            yield f"{name} is written in circular mode, which TensorRT refuses."
+
+
+def _signature_faults(graph: ir.Graph, config: ModelConfig, dtype: DType, phase: Phase) -> Iterator[str]:
+    for kind, found, wanted in (
+        ("input", graph.inputs, graph_inputs(config, dtype, phase)),
+        ("output", graph.outputs, graph_outputs(config, dtype)),
+    ):
+        names = [str(v.name) for v in found]
+        if names != [w.name for w in wanted]:
+            yield f"its {kind}s are {', '.join(names)}; expected {', '.join(w.name for w in wanted)}."
+            continue
+        for value, signature in zip(found, wanted, strict=True):
+            if (text := _typed(value)) != (expected := _expected(signature)):
+                yield f"{kind} {signature.name} is {text}; expected {expected}."
+
+
+def _typed(value: ir.Value) -> str:
+    dims = [] if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape]
+    return f"{value.dtype.name if value.dtype else None}{dims}"
+
+
+def _expected(signature: TensorSignature) -> str:
+    return f"{ONNX_DTYPES[signature.dtype]}{list(signature.dims)}"

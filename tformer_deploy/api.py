@@ -1,0 +1,113 @@
+"""The commands as functions: export, check, build_engine."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tformer_deploy.errors import CapabilityError, InputError, TformerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tformer_deploy.config import DType
+    from tformer_deploy.parity import Report
+    from tformer_deploy.reference import Decoder
+
+
+class ParityError(TformerError):
+    """The exported graphs do not compute what PyTorch computes (exit 1)."""
+
+    exit_code = 1
+
+
+def export(
+    decoder_or_path: Decoder | str | Path,
+    bundle_path: str | Path,
+    *,
+    dtype: DType = "fp32",
+    max_length: int | None = None,
+    check: bool = True,
+    force: bool = False,
+    on_progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Exports a model to a bundle and checks it against PyTorch before the bundle appears.
+
+    Args:
+        decoder_or_path: A ``tformer_deploy.reference.Decoder``, or the path of a checkpoint of any supported family.
+        bundle_path: Folder to write.
+        dtype: dtype of weights and caches.
+        max_length: Bound on prompt + completion of a row; the checkpoint's own where None.
+        check: Run the quick parity suite in a child process of its own.
+        force: Replace an existing bundle.
+        on_progress: Called with a few words at the start of each part.
+
+    Raises:
+        InputError: The checkpoint is damaged or not supported.
+        ParityError: The check is red; nothing is left at ``bundle_path``.
+    """
+    if not isinstance(decoder_or_path, (str, Path)):
+        with tempfile.TemporaryDirectory(prefix="tformer-deploy-") as folder:
+            path = Path(folder) / "decoder"
+            decoder_or_path.save_pretrained(path)
+            return export(
+                path, bundle_path, dtype=dtype, max_length=max_length, check=check, force=force, on_progress=on_progress
+            )
+    exporter, checkpoints = load("tformer_deploy.exporters.onnx", "export"), load("tformer_deploy.checkpoints", "export")
+    checkpoint = checkpoints.open_checkpoint(decoder_or_path)
+    verify = (lambda folder: check_in_child(folder, Path(decoder_or_path))) if check else None
+    written: Path = exporter.export_bundle(
+        checkpoint, bundle_path, dtype=dtype, max_length=max_length, force=force, verify=verify, on_progress=on_progress
+    )
+    return written
+
+
+def check(bundle_path: str | Path, checkpoint_path: str | Path | None, suite: str = "quick") -> Report:
+    """Compares a bundle with the checkpoint that it came from; ``report.passed`` says whether it holds.
+
+    Raises:
+        InputError: The bundle or the checkpoint cannot be read.
+    """
+    report: Report = load("tformer_deploy.parity", "export").check_bundle(bundle_path, checkpoint_path, suite=suite)
+    return report
+
+
+def build_engine(bundle_path: str | Path, **options: Any) -> Any:
+    """Compiles a bundle to a TensorRT engine; the options are those of ``exporters.tensorrt.build``."""
+    return load("tformer_deploy.exporters.tensorrt", "tensorrt-rtx").build(bundle_path, **options)
+
+
+def check_in_child(bundle: Path, checkpoint: Path) -> None:
+    """Runs the quick check in a process of its own, so that its memory is given back and its libraries start fresh.
+
+    Raises:
+        ParityError: It is red.
+        TformerError: It could not run.
+    """
+    command = [sys.executable, "-m", "tformer_deploy.cli", "check", str(bundle), "--checkpoint", str(checkpoint)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode == 1 and done.stdout:
+        raise ParityError(f"The exported graphs differ from PyTorch; no bundle is kept.\n{done.stdout.rstrip()}", _RED)
+    if done.returncode:
+        raise InputError(f"The check of the new bundle ended with exit code {done.returncode}; no bundle is kept.\n{done.stderr.rstrip()}")
+
+
+_RED = "Export again with --no-check and run `tformer-deploy check` to look at it."
+
+
+def load(module: str, extra: str) -> Any:
+    """A module of the package that needs more than running a bundle does.
+
+    Raises:
+        CapabilityError: One of its packages is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if (e.name or "").startswith("tformer_deploy"):
+            raise
+        raise CapabilityError(f"The Python package {e.name} is not installed.", f"pip install 'tformer-deploy[{extra}]'") from None
