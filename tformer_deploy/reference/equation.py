@@ -21,10 +21,12 @@ def softmax(scores: Vector) -> list[float]:
     A score of -inf gets exactly 0.
 
     Raises:
-        ValueError: There is no score, or none that is finite: there is nothing to share the probability.
+        ValueError: There is no score, one is nan or +inf, or all are -inf: there is no way to share the probability.
     """
     if not scores:
         raise ValueError("softmax of 0 scores; expected at least 1.")
+    if any(math.isnan(score) for score in scores):  # max() would find or miss it by its place
+        raise ValueError(f"softmax of {len(scores)} scores, one of them nan; expected numbers.")
     largest = max(scores)
     if not math.isfinite(largest):
         raise ValueError(f"softmax of {len(scores)} scores whose maximum is {largest}; expected a finite one.")
