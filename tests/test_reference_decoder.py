@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tformer_deploy.config import ModelConfig, RopeConfig
-from tformer_deploy.reference import Decoder
+from tformer_deploy.reference import Decoder, TransformerBlock, TransformerConfig, causal_mask
 from tformer_deploy.reference.decoder import rope_frequencies
 
 BASE = ModelConfig(
@@ -188,3 +188,33 @@ def test_decoder_when_in_half_precision_then_logits_are_float32_and_near(dtype, 
     got = decoder.to(dtype)(ids)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=0, atol=atol * float(want.abs().max()))
+
+
+@torch.no_grad()
+def test_decoder_when_like_the_textbook_then_equals_the_textbook_blocks():
+    """An absolute check: the passes of one Decoder could agree on something wrong, such as positions never added."""
+    config = dataclasses.replace(FORMS[0], qkv_bias=False)  # learned positions, LayerNorm, GELU, MHA, tied, biases
+    decoder = build(dataclasses.replace(config, head_dim=6))  # heads share the width, as the textbook has it
+    parameters = dict(decoder.named_parameters())
+    assert decoder.positions is not None
+    ids = torch.randint(config.vocab_size, (2, 9))
+    x = decoder.embedding.weight[ids] + decoder.positions.weight[:9]
+    sizes = TransformerConfig(d_model=config.d_model, n_heads=config.n_heads, d_ff=config.d_ff)
+    for i in range(config.n_layers):
+        of = {n.removeprefix(f"blocks.{i}."): p for n, p in parameters.items() if n.startswith(f"blocks.{i}.")}
+        block = TransformerBlock(sizes).double().eval()
+        block.load_state_dict(
+            {
+                **{n: p for n, p in of.items() if n.startswith("norm")},
+                "attention.qkv.weight": torch.cat([of[f"attention.{n}.weight"].T for n in ("query", "key", "value")]),
+                "attention.out.weight": of["attention.out.weight"].T,
+                "attention.out.bias": of["attention.out.bias"],
+                "feed_forward.0.weight": of["feed_forward.up.weight"].T,
+                "feed_forward.0.bias": of["feed_forward.up.bias"],
+                "feed_forward.2.weight": of["feed_forward.down.weight"].T,
+                "feed_forward.2.bias": of["feed_forward.down.bias"],
+            }
+        )
+        x = block(x, causal_mask(9))
+    x = torch.nn.functional.layer_norm(x, (config.d_model,), decoder.norm.weight, decoder.norm.bias, config.norm_eps)
+    torch.testing.assert_close(decoder(ids), (x @ decoder.embedding.weight.T).float(), rtol=0, atol=1e-5)
