@@ -1,0 +1,125 @@
+"""An opened checkpoint: the config in our words, and every tensor of the model in our names and layout, read one at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from tformer_deploy.checkpoints.files import escaped, hash_files
+from tformer_deploy.checkpoints.parameters import Shape, parameter_shapes
+from tformer_deploy.errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from tformer_deploy.checkpoints.family import Located
+    from tformer_deploy.checkpoints.tokens import Tokens
+    from tformer_deploy.config import ModelConfig
+
+Format = Literal["safetensors", "gguf"]
+_TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class TensorSpec(NamedTuple):
+    """A tensor in our layout; ``dtype`` (``fp32``, ``fp16``, ``bf16``) is the checkpoint's own."""
+
+    shape: Shape
+    dtype: str
+
+
+class Checkpoint:
+    """What ``open_checkpoint`` returns.
+
+    Attributes:
+        path: What was opened.
+        format: ``safetensors`` or ``gguf``.
+        family: The ``model_type``.
+        config: The model in our words.
+        tensors: Every parameter of ``Decoder(config)``, in its order.
+    """
+
+    def __init__(
+        self, path: Path, kind: Format, family: str, config: ModelConfig, located: dict[str, Located], tokens: Tokens,
+        files: tuple[Path, ...],
+    ) -> None:  # fmt: skip
+        self.path, self.family, self.config = path, family, config
+        self.format: Format = kind
+        self._located, self._tokens, self._files = located, tokens, files
+        self._zero: list[str] = []
+        shapes = parameter_shapes(config)
+        self.tensors = {name: TensorSpec(shapes[name], found.entry.dtype) for name, found in located.items()}
+
+    @property
+    def name(self) -> str:
+        """The folder's or file's name without its ending."""
+        path = self.path.resolve()
+        return path.stem if path.suffix == ".gguf" else path.name
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion: the union of every place that names one, sorted."""
+        return self._tokens.eos_token_ids
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, where the checkpoint names one."""
+        return self._tokens.bos_token_id
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is odd but not refused; grows by tensors found to be all zero as they are read."""
+        return (*self._tokens.warnings, *(f"Tensor {name} is all zero." for name in self._zero))
+
+    def assets(self) -> dict[str, bytes]:
+        """Those of tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja that there are."""
+        return dict(self._tokens.assets)
+
+    def sha256(self) -> str:
+        """SHA-256 over all files that were used: of the lines ``<sha256>  <name>`` that sha256sum prints, sorted by name."""
+        return hash_files(self._files)
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor in our layout, contiguous, in ``dtype`` or its own (GGUF: dequantised to fp32).
+
+        It is read, checked and turned a few MiB at a time, so that nothing as large as the result is held beside it.
+
+        Raises:
+            InputError: It holds NaN or infinite values (counted), or values that fp16 cannot hold.
+            StorageError: Reading failed.
+        """
+        found, spec = self._located[name], self.tensors[name]
+        wanted = dtype or _TORCH[spec.dtype]
+        target = torch.empty(spec.shape, dtype=wanted)
+        nan = infinite = 0
+        zero = len(spec.shape) > 1
+        rows, step = found.entry.shape[0], found.block_rows()
+        for first in range(0, rows, step):
+            block = found.file.rows(found.stored, first, min(step, rows - first))
+            low, high = (float(x) for x in torch.aminmax(block))
+            if not (low > -torch.inf and high < torch.inf):  # also where they are NaN
+                nan += int(block.isnan().sum())
+                infinite += int(block.isinf().sum())
+                continue
+            zero = zero and low == high == 0
+            if wanted == torch.float16:
+                _refuse_overflow(name, low, high)
+            found.transform.place(target, block.to(wanted), first)
+        if nan or infinite:
+            place = f"{escaped(found.stored)} in {escaped(found.file.path.name)}"
+            raise InputError(
+                f"Tensor {name} ({place}) has {nan} NaN and {infinite} infinite values.", "Use an undamaged checkpoint."
+            )
+        if zero and name not in self._zero:
+            self._zero.append(name)
+        return target
+
+
+def _refuse_overflow(name: str, low: float, high: float) -> None:
+    largest = high if high >= -low else low
+    if abs(largest) >= 65520:  # from here on fp16 rounds to infinity
+        raise InputError(
+            f"Tensor {name} has the value {largest:.6g}; fp16 ends at ±65504.", "Export with --dtype bf16 or --dtype fp32."
+        )

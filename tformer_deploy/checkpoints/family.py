@@ -1,0 +1,188 @@
+"""What a family is: one table. And the accounting that no tensor is missing, left over, mis-shaped or of a strange dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tformer_deploy.checkpoints.files import escaped
+from tformer_deploy.checkpoints.parameters import parameter_shapes
+from tformer_deploy.checkpoints.reader import ConfigReader
+from tformer_deploy.checkpoints.tensor_file import Entry, TensorFile
+from tformer_deploy.checkpoints.transforms import SAME, Transform
+from tformer_deploy.config import ModelConfig
+from tformer_deploy.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FLOATS = ("fp32", "fp16", "bf16")
+_SHOWN = 20  # names listed of each kind of problem
+BLOCK_BYTES = 8 << 20  # read at a time
+
+
+class Source(NamedTuple):
+    """Where one of our parameters comes from: the stored name (without the family's prefix) and how it is turned."""
+
+    name: str
+    transform: Transform = SAME
+
+
+Table = dict[str, Source]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of checkpoint.
+
+    Attributes:
+        name: The ``model_type``.
+        read_config: Takes every key that matters.
+        table: Our parameter name → source, for every parameter of the model.
+        architectures: Classes that ``architectures`` may name.
+        prefix: Stored names may all carry it, or none.
+        dropped: Stored names (without the prefix) of buffers that the model recomputes.
+        head: Stored name of the output head, which a tied model may also ship if it equals the embedding.
+    """
+
+    name: str
+    read_config: Callable[[ConfigReader], ModelConfig]
+    table: Callable[[ModelConfig], Table]
+    architectures: tuple[str, ...] = ()
+    prefix: str = ""
+    dropped: tuple[re.Pattern[str], ...] = ()
+    head: str | None = None
+
+
+class Located(NamedTuple):
+    """A stored tensor: its file, its name there, and how it becomes ours."""
+
+    file: TensorFile
+    stored: str
+    transform: Transform = SAME
+
+    @property
+    def entry(self) -> Entry:
+        """Shape and dtype as stored."""
+        return self.file.entries[self.stored]
+
+    def block_rows(self) -> int:
+        """Rows of the first axis to read at a time; a vector is read whole."""
+        shape = self.entry.shape
+        if len(shape) < 2:
+            return max(1, *shape)
+        width = 4
+        for size in shape[1:]:
+            width *= size
+        return max(1, BLOCK_BYTES // max(1, width))
+
+
+@dataclass
+class _Problems:
+    """Everything wrong with a checkpoint's tensors, by kind."""
+
+    kinds: dict[str, list[str]] = field(default_factory=dict)
+    hints: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, text: str) -> None:
+        self.kinds.setdefault(kind, []).append(text)
+
+    def finish(self, place: str) -> None:
+        if not self.kinds:
+            return
+        parts = []
+        for kind, texts in self.kinds.items():
+            more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+            parts.append(f"{len(texts)} {kind}: {', '.join(texts[:_SHOWN])}{more}")
+        raise InputError(f"{place}: the tensors do not fit the config. {'; '.join(parts)}.", " ".join(self.hints) or _HINT)
+
+
+_HINT = "Check that config and weights belong together and are complete."
+
+
+def locate(family: Family, config: ModelConfig, files: Sequence[TensorFile], place: str) -> dict[str, Located]:
+    """Every parameter of ``Decoder(config)``, in its order, with the stored tensor that fills it.
+
+    Raises:
+        InputError: Tensors are missing, unused, mis-shaped, of an unsupported dtype, or stored twice: all listed at once.
+    """
+    problems = _Problems()
+    stored = _canonical(family, files, problems)
+    if config.n_layers > len(stored):  # before anything as long as the config claims is made
+        raise InputError(
+            f"{place}: the config has {config.n_layers} layers, the weights hold {len(stored)} tensors in all.", _HINT
+        )
+    table, shapes = family.table(config), parameter_shapes(config)
+    result: dict[str, Located] = {}
+    for name, shape in shapes.items():
+        source = table[name]
+        found = stored.get(source.name)
+        if found is None:
+            _missing(family, config, source.name, problems)
+            continue
+        result[name] = found._replace(transform=source.transform)
+        _check_entry(result[name], source.transform.stored_shape(shape), problems)
+    used = {table[name].name for name in shapes}
+    for name, found in stored.items():
+        if name not in used and not _is_dropped(family, config, name):
+            problems.add("unused", f"{escaped(found.stored)} (in {escaped(found.file.path.name)})")
+    problems.finish(place)
+    if config.tied and family.head in stored:
+        _require_same_head(stored[family.head], result["embedding.weight"], place)
+    return result
+
+
+def _canonical(family: Family, files: Sequence[TensorFile], problems: _Problems) -> dict[str, Located]:
+    result: dict[str, Located] = {}
+    for file in files:
+        for stored in file.entries:
+            name = stored.removeprefix(family.prefix)
+            if name in result:
+                other = result[name]
+                problems.add(
+                    "stored twice", f"{escaped(other.stored)} ({other.file.path.name}) and {escaped(stored)} ({file.path.name})"
+                )
+            result[name] = Located(file, stored)
+    return result
+
+
+def _missing(family: Family, config: ModelConfig, name: str, problems: _Problems) -> None:
+    problems.add("missing", escaped(name))
+    if name == family.head and not config.tied:
+        problems.hints.append(
+            f"Add {name} to the weights, or set tie_word_embeddings to true in config.json if the head is the embedding."
+        )
+
+
+def _check_entry(found: Located, expected: tuple[int, ...], problems: _Problems) -> None:
+    place = f"{escaped(found.stored)} (in {escaped(found.file.path.name)})"
+    if found.entry.shape != expected:
+        problems.add("mis-shaped", f"{place} has {list(found.entry.shape)}, expected {list(expected)}")
+    if found.entry.dtype not in FLOATS:
+        problems.add("of an unsupported dtype", f"{place} is {found.entry.dtype}, expected F32, F16 or BF16")
+
+
+def _is_dropped(family: Family, config: ModelConfig, name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in family.dropped) or (config.tied and name == family.head)
+
+
+def _require_same_head(head: Located, embedding: Located, place: str) -> None:
+    """A tied model's extra head must be the embedding, value for value (compared in float32, block by block)."""
+    same = head.entry.shape == embedding.entry.shape and head.entry.dtype in FLOATS
+    rows = head.entry.shape[0] if same else 0
+    step = head.block_rows()
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        pair = [located.file.rows(located.stored, first, count).float() for located in (head, embedding)]
+        if not torch.equal(*pair):
+            same = False
+            break
+    if not same:
+        raise InputError(
+            f"{place}: tie_word_embeddings is true, yet {escaped(head.stored)} differs from the embedding {escaped(embedding.stored)}.",
+            f"Set tie_word_embeddings to false if the head is meant, or remove {escaped(head.stored)}.",
+        )

@@ -1,0 +1,122 @@
+"""Opens the files of a checkpoint: regular files only, bounded, without following a device or a FIFO into a hang."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from tformer_deploy.errors import InputError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+_BLOCK = 1 << 22
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def escaped(text: str) -> str:
+    """``text`` of foreign origin as it may stand in a message: no control character, no lone surrogate."""
+    return text.encode("unicode_escape", "backslashreplace").decode("ascii") if not text.isprintable() else text
+
+
+def regular_size(path: Path) -> int:
+    """Bytes of the regular file at ``path`` (symbolic links are followed).
+
+    Raises:
+        InputError: There is no file, or it is a folder, FIFO, device or socket.
+        StorageError: The file system refuses to say.
+    """
+    shown = escaped(str(path))
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        what = "is a symbolic link to a file that does not exist" if path.is_symlink() else "does not exist"
+        raise InputError(f"{shown} {what}.", "Name an existing checkpoint.") from None
+    except ValueError:
+        raise InputError(f"{shown!r} is not a path.", "Name an existing checkpoint.") from None
+    except OSError as error:
+        raise StorageError(f"{shown} cannot be read: {error.strerror}.") from None
+    if not stat.S_ISREG(status.st_mode):
+        kind = "folder" if stat.S_ISDIR(status.st_mode) else "FIFO, socket or device"
+        raise InputError(f"{shown} is a {kind}; expected a regular file.", "Replace it by the checkpoint's own file.")
+    return status.st_size
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The whole file.
+
+    Raises:
+        InputError: It is not a regular file, holds more than ``limit`` bytes or is a Git-LFS pointer.
+        StorageError: Reading failed.
+    """
+    size = regular_size(path)
+    if size > limit:
+        raise InputError(
+            f"{escaped(str(path))} holds {size} bytes; at most {limit} are read.", "Check that it is the right file."
+        )
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{escaped(str(path))} cannot be read: {error.strerror}.") from None
+    refuse_pointer(path, content)
+    return content
+
+
+def refuse_pointer(path: Path, start: bytes) -> None:
+    """Raises InputError where ``start``, the first bytes of the file, is the text of a Git-LFS pointer."""
+    if start.startswith(LFS_POINTER):
+        raise InputError(
+            f"{escaped(str(path))} is a Git-LFS pointer, not the file itself.", "Run `git lfs pull` in its repository."
+        )
+
+
+def hash_files(files: Iterable[Path]) -> str:
+    """SHA-256 (hex) of the ``<sha256>  <file name>`` lines of every file, sorted by name: what ``sha256sum`` would print.
+
+    Raises:
+        StorageError: Reading failed.
+    """
+    lines = [f"{_hash(path)}  {path.name}\n" for path in sorted(files, key=lambda path: path.name)]
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise StorageError(f"{escaped(str(path))} cannot be read: {error.strerror}.") from None
+    return digest.hexdigest()
+
+
+def replace_file(path: Path, write: Callable[[int], None]) -> None:
+    """Calls ``write(descriptor)`` on a sibling file and renames it to ``path``: old or new, never half; mode as the umask says.
+
+    Raises:
+        StorageError: The disk is full, read-only …; ``path`` is as before.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            write(descriptor)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(part, path)
+    except OSError as error:
+        raise StorageError(f"{escaped(str(path))} cannot be written: {error.strerror}.") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Writes every byte; ``os.write`` may take fewer at a time."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]

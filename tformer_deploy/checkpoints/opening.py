@@ -1,0 +1,30 @@
+"""Opens a checkpoint of any supported family and format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tformer_deploy.checkpoints.checkpoint import Checkpoint
+from tformer_deploy.checkpoints.files import escaped
+from tformer_deploy.checkpoints.folder import open_folder
+from tformer_deploy.checkpoints.tformer import TFORMER
+from tformer_deploy.errors import InputError
+
+FAMILIES = {family.name: family for family in (TFORMER,)}
+
+
+def open_checkpoint(path: str | Path, max_length: int | None = None) -> Checkpoint:
+    """Opens a checkpoint and accounts for its config and every tensor; no weights are read yet.
+
+    Args:
+        path: A folder with ``config.json`` and safetensors, or a GGUF file.
+        max_length: Tokens a row may hold, for a checkpoint whose config does not say; otherwise its own count stands.
+
+    Raises:
+        InputError: It is damaged, incomplete or not supported; the message names the file and key or tensors.
+        StorageError: Reading failed.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return open_folder(path, FAMILIES, max_length)
+    raise InputError(f"{escaped(str(path))} is neither a folder nor a GGUF file.", "Name the checkpoint's folder.")
