@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from tformer_deploy.checkpoints.files import escaped, hash_files
-from tformer_deploy.checkpoints.parameters import Shape, parameter_shapes
+from tformer_deploy.parameters import Shape, parameter_shapes
 from tformer_deploy.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Checkpoint:
         self.format: Format = kind
         self._located, self._tokens, self._files = located, tokens, files
         self._zero: list[str] = []
+        self._sha256: str | None = None
         shapes = parameter_shapes(config)
         self.tensors = {name: TensorSpec(shapes[name], found.entry.dtype) for name, found in located.items()}
 
@@ -79,7 +80,9 @@ class Checkpoint:
 
     def sha256(self) -> str:
         """SHA-256 over all files that were used: of the lines ``<sha256>  <name>`` that sha256sum prints, sorted by name."""
-        return hash_files(self._files)
+        if self._sha256 is None:
+            self._sha256 = hash_files(self._files)
+        return self._sha256
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor in our layout, contiguous, in ``dtype`` or its own (GGUF: dequantised to fp32).

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tformer_deploy.checkpoints.files import escaped
-from tformer_deploy.checkpoints.parameters import parameter_shapes
+from tformer_deploy.parameters import parameter_shapes
 from tformer_deploy.checkpoints.reader import ConfigReader
 from tformer_deploy.checkpoints.tensor_file import Entry, TensorFile
 from tformer_deploy.checkpoints.transforms import SAME, Transform
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FLOATS = ("fp32", "fp16", "bf16")
+# What transformers calls an activation → what we do; its three tanh forms are one formula.
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+}  # fmt: skip
 _SHOWN = 20  # names listed of each kind of problem
 BLOCK_BYTES = 8 << 20  # read at a time
 
@@ -183,6 +188,6 @@ def _require_same_head(head: Located, embedding: Located, place: str) -> None:
             break
     if not same:
         raise InputError(
-            f"{place}: tie_word_embeddings is true, yet {escaped(head.stored)} differs from the embedding {escaped(embedding.stored)}.",
+            f"{place}: tie_word_embeddings is true, yet {escaped(head.stored)} differs from {escaped(embedding.stored)}.",
             f"Set tie_word_embeddings to false if the head is meant, or remove {escaped(head.stored)}.",
         )

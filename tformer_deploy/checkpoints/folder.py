@@ -61,7 +61,7 @@ def _family(data: dict[str, Any], families: Mapping[str, Family]) -> Family:
         wrong = names if not isinstance(names, list) else [n for n in names if n not in family.architectures]
         if wrong:
             raise InputError(
-                f"{CONFIG}: architectures is {escaped(repr(names))}; supported for {family.name} are {', '.join(family.architectures)}.",
+                f"{CONFIG}: architectures is {escaped(repr(names))}; {family.name} may have {', '.join(family.architectures)}.",
                 "Use the causal language model of this checkpoint.",
             )
     return family
@@ -92,8 +92,8 @@ def _refuse_pickle(path: Path) -> None:
     pickles = sorted(p.name for p in path.iterdir() if p.name.endswith((".bin", ".pt", ".pth", ".ckpt", ".bin.index.json")))
     if pickles:
         raise InputError(
-            f"{escaped(str(path))} has its weights in {', '.join(map(escaped, pickles[:3]))} only: pickle, which can run code, is never opened.",
-            "Convert to safetensors with transformers' `AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)`, if you trust it.",
+            f"{escaped(str(path))} has its weights in {', '.join(map(escaped, pickles[:3]))} only: pickle, which can run code.",
+            "Convert it to safetensors, if you trust it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…).",
         )
 
 

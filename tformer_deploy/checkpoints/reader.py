@@ -14,19 +14,22 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 # Keys that say nothing about the forward pass at inference: bookkeeping, training, and generation settings of old configs.
 HARMLESS = frozenset(
-    """
-    architectures model_type transformers_version torch_dtype dtype use_cache initializer_range name_or_path _name_or_path
-    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id tokenizer_class finetuning_task
-    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate use_return_dict torchscript
-    use_bfloat16 tf_legacy_loss gradient_checkpointing attention_dropout problem_type id2label label2id num_labels
-    task_specific_params is_decoder is_llama_config tie_encoder_decoder _commit_hash _attn_implementation attn_implementation
-    _attn_implementation_autoset _attn_implementation_internal chunk_size_feed_forward unsloth_version unsloth_fixed
-    transformers.js_config max_length min_length do_sample early_stopping num_beams num_beam_groups num_return_sequences
-    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix
-    """.split()
-)
+    {
+        "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range",
+        "name_or_path", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
+        "decoder_start_token_id", "tokenizer_class", "finetuning_task", "output_attentions", "output_hidden_states",
+        "output_scores", "return_dict", "return_dict_in_generate", "use_return_dict", "torchscript", "use_bfloat16",
+        "tf_legacy_loss", "gradient_checkpointing", "attention_dropout", "problem_type", "id2label", "label2id",
+        "num_labels", "task_specific_params", "is_decoder", "is_llama_config", "tie_encoder_decoder", "_commit_hash",
+        "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
+        "chunk_size_feed_forward", "unsloth_version", "unsloth_fixed", "transformers.js_config", "max_length",
+        "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences",
+        "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+        "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "forced_bos_token_id",
+        "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+        "begin_suppress_tokens", "prefix",
+    }
+)  # fmt: skip
 
 # Keys of features that no family has; a value other than null, false, 0 or empty refuses the checkpoint in one sentence.
 FEATURES = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tformer_deploy.checkpoints.parameters import Shape
+    from tformer_deploy.parameters import Shape
 
 
 class Transform(Protocol):
