@@ -17,8 +17,9 @@ MODULES = sorted([*(ROOT / "tformer_deploy").rglob("*.py"), *(ROOT / "exporters"
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
-    "bundle": {"errors", "config", "backends"},  # backends: Bundle.session(), by name at call time
-    "checkpoints": {"errors", "config"},
+    "parameters": {"config"},
+    "bundle": {"errors", "config", "parameters", "backends"},  # backends: Bundle.session(), by name at call time
+    "checkpoints": {"errors", "config", "parameters"},
     "reference": {"errors", "config", "checkpoints"},
     "backends": {"errors", "config", "bundle", "reference", "checkpoints"},
     "generation": {"errors", "config", "bundle", "backends"},

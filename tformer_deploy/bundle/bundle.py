@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from tformer_deploy.bundle.manifest import MANIFEST, WEIGHTS, Manifest
 from tformer_deploy.bundle.manifest_io import parse_manifest
-from tformer_deploy.bundle.verify import Verify, read_plain_file, verify_files
+from tformer_deploy.bundle.verify import Verify, read_plain_file, verify_files, verify_graphs
 from tformer_deploy.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tformer_deploy.backends.session import Session
 
 NUMPY_DTYPES: dict[str, Any] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
-_MANIFEST_LIMIT = 64 * 2**20
+MANIFEST_LIMIT = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,21 @@ def open_bundle(path: str | Path, verify: Verify = "auto") -> Bundle:
         InputError: It is no bundle, or a file is not what the manifest says.
     """
     root = Path(path)
-    if not root.is_dir():
-        raise InputError(f"{root} is no bundle: there is no such folder.", "Make one with `tformer-deploy export`.")
-    if not (root / MANIFEST).exists():
-        raise InputError(f"{root} is no bundle: it has no {MANIFEST}.", "Make one with `tformer-deploy export`.")
-    data = read_plain_file(root / MANIFEST, _MANIFEST_LIMIT)
+    require_manifest(root)
+    data = read_plain_file(root / MANIFEST, MANIFEST_LIMIT)
     manifest = parse_manifest(data)
     verify_files(root, manifest, verify)
+    verify_graphs(root, manifest)
     return Bundle(root, manifest, hashlib.sha256(data).hexdigest())
+
+
+def require_manifest(root: Path) -> None:
+    """Refuses a folder that is no bundle at all.
+
+    Raises:
+        InputError: It is no folder, or has no manifest.
+    """
+    if not root.is_dir():
+        raise InputError(f"{root} is no bundle: there is no such folder.", "Make one with `tformer-deploy export`.")
+    if not os.path.lexists(root / MANIFEST):
+        raise InputError(f"{root} is no bundle: it has no {MANIFEST}.", "Make one with `tformer-deploy export`.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from tformer_deploy.bundle.manifest import MANIFEST, SCHEMA, WEIGHTS, FileRecord, Manifest, Source, TensorRecord
 from tformer_deploy.bundle.strict_json import load_json
+from tformer_deploy.bundle.tensor_table import check_tensor_table
 from tformer_deploy.config import DTYPES, ModelConfig
 from tformer_deploy.errors import InputError
 
@@ -36,21 +37,14 @@ def parse_manifest(data: bytes) -> Manifest:
     if type(schema) is not int or schema < 1:
         raise InputError(f"{MANIFEST}: schema is {schema!r}; expected a whole number from 1.")
     if schema > SCHEMA:
-        versions = raw.get("versions")
-        made_by = versions.get("tformer-deploy", "a newer version") if isinstance(versions, dict) else "a newer version"
-        raise InputError(
-            f"{MANIFEST} has schema {schema}, made by tformer-deploy {made_by}; this version reads schema {SCHEMA}.",
-            f"Install tformer-deploy >= {made_by}.",
-        )
+        raise _newer(schema, raw.get("versions"))
     _exact_keys(raw, {f.name for f in dataclasses.fields(Manifest)}, MANIFEST)
     config = ModelConfig.from_dict(raw["config"])
     if raw["dtype"] not in DTYPES:
         raise InputError(f"{MANIFEST}: dtype is {raw['dtype']!r}; expected one of {', '.join(DTYPES)}.")
     eos = _list(raw["eos_token_ids"], "eos_token_ids")
     bos = raw["bos_token_id"]
-    tensors = {
-        name: _tensor(name, record) for name, record in _object(raw["tensors"], "tensors").items()
-    }
+    tensors = {name: _tensor(name, record) for name, record in _object(raw["tensors"], "tensors").items()}
     manifest = Manifest(
         config=config,
         dtype=raw["dtype"],
@@ -67,15 +61,24 @@ def parse_manifest(data: bytes) -> Manifest:
     return manifest
 
 
+def _newer(schema: int, versions: Any) -> InputError:
+    version = versions.get("tformer-deploy") if isinstance(versions, dict) else None
+    known = isinstance(version, str) and re.fullmatch(r"[0-9A-Za-z.+-]{1,40}", version)
+    return InputError(
+        f"{MANIFEST} has schema {schema}, made by tformer-deploy {version if known else '(version unknown)'}; "
+        f"this version reads schema {SCHEMA}.",
+        f"Install tformer-deploy >= {version}." if known else "Install a newer tformer-deploy.",
+    )
+
+
 def _check_files(manifest: Manifest) -> None:
     if missing := [name for name in REQUIRED_FILES if name not in manifest.files]:
         raise InputError(f"{MANIFEST}: files lacks {', '.join(missing)}.")
+    check_tensor_table(manifest.config, manifest.dtype, manifest.tensors)
     size = manifest.files[WEIGHTS].size
     for name, record in manifest.tensors.items():
         if record.offset + record.size > size:
-            raise InputError(
-                f"{MANIFEST}: tensor {name} ends at byte {record.offset + record.size}; {WEIGHTS} has {size} bytes."
-            )
+            raise InputError(f"{MANIFEST}: tensor {name} ends at byte {record.offset + record.size}; {WEIGHTS} has {size} bytes.")
 
 
 def _exact_keys(raw: dict[str, Any], wanted: set[str], place: str) -> None:

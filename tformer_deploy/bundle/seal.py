@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tformer_deploy.bundle.bundle import Bundle, open_bundle
+from tformer_deploy.bundle.bundle import MANIFEST_LIMIT, Bundle, open_bundle, require_manifest
 from tformer_deploy.bundle.manifest import MANIFEST, FileRecord
 from tformer_deploy.bundle.manifest_io import dump_manifest, parse_manifest
-from tformer_deploy.bundle.verify import BESIDE_THE_CORE, hash_file, read_plain_file
-from tformer_deploy.bundle.writer import replace_file
-from tformer_deploy.errors import InputError
+from tformer_deploy.bundle.verify import BESIDE_THE_CORE, hash_file, read_plain_file, require_regular, verify_graphs
+from tformer_deploy.bundle.writer import MARK, replace_file
 
 
 def seal(path: str | Path) -> tuple[Bundle, list[str]]:
@@ -21,21 +20,24 @@ def seal(path: str | Path) -> tuple[Bundle, list[str]]:
         core and are refused from now on.
 
     Raises:
-        InputError: The folder is no bundle, or its files do not fit its tensor table.
+        InputError: The folder is no bundle, its files do not fit its tensor table, or its graphs do not belong together;
+            the manifest is then left as it was.
     """
     root = Path(path)
-    if not (root / MANIFEST).exists():
-        raise InputError(f"{root} is no bundle: it has no {MANIFEST}.", "Make one with `tformer-deploy export`.")
-    manifest = parse_manifest(read_plain_file(root / MANIFEST, 64 * 2**20))
-    names = {p.name for p in root.iterdir()} - {MANIFEST, *BESIDE_THE_CORE}
+    require_manifest(root)
+    manifest = parse_manifest(read_plain_file(root / MANIFEST, MANIFEST_LIMIT))
+    for leftover in root.glob(f"{MARK}*"):  # of a seal that was killed
+        leftover.unlink()
     files: dict[str, FileRecord] = {}
-    for name in sorted(names):
-        if (root / name).is_symlink() or not (root / name).is_file():
-            raise InputError(f"{root / name} is no regular file.", "Remove it, or copy the file itself into the bundle.")
-        files[name] = hash_file(root / name)
+    for file in sorted(root.iterdir()):
+        if file.name not in {MANIFEST, *BESIDE_THE_CORE}:
+            require_regular(file)
+            files[file.name] = hash_file(file)
     changed = sorted(name for name in {*files, *manifest.files} if files.get(name) != manifest.files.get(name))
-    data = dump_manifest(replace(manifest, files=files))
+    sealed = replace(manifest, files=files)
+    data = dump_manifest(sealed)
     parse_manifest(data)  # refuses a missing graph, or weights shorter than the tensor table
+    verify_graphs(root, sealed)
     if changed:
         replace_file(root / MANIFEST, data)
     return open_bundle(root, verify="full"), changed

@@ -24,7 +24,7 @@ class TensorSignature:
 
 
 def cache_names(n_layers: int, prefix: Literal["past_key_values", "present"]) -> list[str]:
-    """``prefix.0.key``, ``prefix.0.value``, ``prefix.1.key`` …"""
+    """``prefix.0.key``, ``prefix.0.value``, ``prefix.1.key`` and so on."""
     return [f"{prefix}.{i}.{kind}" for i in range(n_layers) for kind in ("key", "value")]
 
 

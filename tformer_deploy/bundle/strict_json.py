@@ -52,9 +52,7 @@ def load_json(data: bytes, place: str) -> Any:
         return value
 
     try:
-        return json.loads(
-            text, object_pairs_hook=no_duplicates, parse_constant=constant, parse_int=integer, parse_float=real
-        )
+        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=constant, parse_int=integer, parse_float=real)
     except json.JSONDecodeError as e:
         raise InputError(f"{place} is not JSON: {e.msg} at byte {len(text[: e.pos].encode())}.") from None
 

@@ -6,10 +6,14 @@ import hashlib
 import json
 import os
 import stat
+import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tformer_deploy.bundle.manifest import MANIFEST, FileRecord, Manifest
+from tformer_deploy.bundle.graph_file import ExternalData, read_graph_file
+from tformer_deploy.bundle.manifest import MANIFEST, WEIGHTS, FileRecord, Manifest
+from tformer_deploy.bundle.signature import PHASES
 from tformer_deploy.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,12 +23,20 @@ Verify = Literal["auto", "full"]
 BESIDE_THE_CORE = {"engines", "reports"}
 # Smaller files are hashed at every start: that costs less than remembering them.
 _REMEMBERED_FROM = 16 * 2**20
+# A file written to within one tick of the file system's clock keeps its times, so a fresh one is not remembered.
+_SETTLED_S = 2.0
 _CHUNK = 4 * 2**20
+_SEAL = "Export it again, or run `tformer-deploy seal` if you edited it on purpose."
+_AGAIN = "Export the bundle again."
 
 
 def cache_folder() -> Path:
     """Where files derived for this machine lie; may not exist yet."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG standard says: ignore it
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(base):  # this user has no home
+        return Path(tempfile.gettempdir()) / f"tformer-deploy-{os.getuid()}"
     return Path(base) / "tformer-deploy"
 
 
@@ -46,7 +58,7 @@ def read_plain_file(path: Path, limit: int) -> bytes:
     Raises:
         InputError: It is absent, too large, or no regular file (a FIFO would block).
     """
-    status = _regular(path)
+    status = require_regular(path)
     if status.st_size > limit:
         raise InputError(f"{path} has {status.st_size} bytes; at most {limit} are expected.")
     return path.read_bytes()
@@ -63,7 +75,7 @@ def verify_files(root: Path, manifest: Manifest, verify: Verify) -> None:
         raise InputError(f"{root} holds files that {MANIFEST} does not name: {', '.join(map(repr, extra))}.", _SEAL)
     for name, record in sorted(manifest.files.items()):
         path = root / name
-        status = _regular(path)
+        status = require_regular(path)
         if status.st_size != record.size:
             raise InputError(f"{path} has {status.st_size} bytes; {MANIFEST} says {record.size}.", _SEAL)
         if verify == "auto" and _remembered(path, status, record):
@@ -74,18 +86,52 @@ def verify_files(root: Path, manifest: Manifest, verify: Verify) -> None:
         _remember(path, status, record)
 
 
-_SEAL = "Export it again, or run `tformer-deploy seal` if you edited it on purpose."
+def verify_graphs(root: Path, manifest: Manifest) -> None:
+    """Refuses graphs of two exports in one bundle, and a graph that reads anything but this bundle's tensors.
+
+    Raises:
+        InputError: With the graph's name and the tensor's.
+    """
+    graphs = {phase: read_graph_file(root / f"{phase}.onnx") for phase in PHASES}
+    for phase, graph in graphs.items():
+        if graph.phase != phase:
+            raise InputError(f"{root / phase}.onnx says that it is the graph {graph.phase!r}; expected {phase!r}.", _AGAIN)
+        for external in graph.external:
+            if fault := _external_fault(external, manifest):
+                raise InputError(f"{root / phase}.onnx: tensor {external.tensor!r} {fault}", _AGAIN)
+    if graphs["prefill"].build != graphs["decode"].build:
+        raise InputError(f"{root} holds prefill.onnx and decode.onnx of two different exports.", _AGAIN)
 
 
-def _regular(path: Path) -> os.stat_result:
+def _external_fault(external: ExternalData, manifest: Manifest) -> str | None:
+    if external.location != WEIGHTS:
+        return f"lies in {external.location!r}; expected {WEIGHTS}."
+    record = manifest.tensors.get(external.tensor)
+    if record is None:
+        return f"is not in the table of {MANIFEST}."
+    if (external.offset, external.length) != (record.offset, record.size):
+        return f"lies at byte {external.offset}, length {external.length}; {MANIFEST} says {record.offset}, {record.size}."
+    return None
+
+
+def require_regular(path: Path) -> os.stat_result:
+    """The status of a regular file with one name.
+
+    Raises:
+        InputError: It is absent, a link, a FIFO, a device or a folder.
+    """
     try:
-        link, status = path.lstat(), path.stat()
+        status = path.lstat()
     except FileNotFoundError:
-        raise InputError(f"{path} is missing.", "Export the bundle again.") from None
+        raise InputError(f"{path} is missing.", _AGAIN) from None
+    if stat.S_ISLNK(status.st_mode):
+        raise InputError(f"{path} is a symbolic link, which ONNX Runtime refuses.", "Copy the bundle with `cp -rL`.")
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{path} is no regular file.", "Copy the bundle's files themselves into its folder.")
-    if stat.S_ISLNK(link.st_mode):
-        raise InputError(f"{path} is a symbolic link, which ONNX Runtime refuses.", "Copy it with `cp -L`.")
+    if status.st_nlink > 1:
+        raise InputError(
+            f"{path} is a hard link: a change under its other name would change the bundle.", "Copy the bundle with `cp -r`."
+        )
     return status
 
 
@@ -100,14 +146,15 @@ def _identity(status: os.stat_result, record: FileRecord) -> list[int | str]:
 def _remembered(path: Path, status: os.stat_result, record: FileRecord) -> bool:
     if status.st_size < _REMEMBERED_FROM:
         return False
+    entry = _entry(path)
     try:
-        return bool(json.loads(_entry(path).read_text("ascii")) == _identity(status, record))
+        return entry.stat().st_uid == os.geteuid() and bool(json.loads(entry.read_text("ascii")) == _identity(status, record))
     except (OSError, ValueError):
         return False
 
 
 def _remember(path: Path, status: os.stat_result, record: FileRecord) -> None:
-    if status.st_size < _REMEMBERED_FROM:
+    if status.st_size < _REMEMBERED_FROM or not 0 <= status.st_ctime < time.time() - _SETTLED_S:
         return
     entry = _entry(path)
     try:

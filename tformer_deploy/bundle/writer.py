@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
 import os
 import shutil
 import stat
@@ -15,7 +19,9 @@ from tformer_deploy.errors import StorageError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MARK = ".tformer-tmp-"
+MARK = ".tformer-tmp-"
+_OLD = "-old"
+_EXCHANGE, _AT_FDCWD = 2, -100  # renameat2(2)
 
 
 @contextlib.contextmanager
@@ -30,19 +36,19 @@ def new_folder(path: Path, force: bool) -> Iterator[Path]:
     refuse_existing(path, force)
     path.parent.mkdir(parents=True, exist_ok=True)
     _clean_siblings(path)
-    temporary = path.parent / f"{path.name}{_MARK}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    temporary.mkdir()
+    temporary, lock = _locked_sibling(path)
     try:
         yield temporary
         _sync_tree(temporary)
         _replace(temporary, path, force)
-    except BaseException:
+    finally:
+        # After an exchange this is the old bundle; after an error the unfinished one.
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        os.close(lock)
 
 
 def refuse_existing(path: Path, force: bool) -> None:
-    """Refuses an output path that would lose something."""
+    """Refuses an output path that would lose something: only an empty folder, or with ``force`` a bundle, is replaced."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -54,7 +60,8 @@ def refuse_existing(path: Path, force: bool) -> None:
             raise UsageError(f"The output {path} exists.", "Give --force to replace it, or name another path.")
         if not (path / "manifest.json").exists():
             raise UsageError(
-                f"The output {path} holds files and no manifest.json, so it is no bundle.", "Name another path; --force replaces bundles only."
+                f"The output {path} holds files and no manifest.json, so it is no bundle.",
+                "Name another path; --force replaces bundles only.",
             )
 
 
@@ -68,7 +75,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces one file at once: readers see the old bytes or the new."""
-    temporary = path.with_name(f"{path.name}{_MARK}{os.getpid()}")
+    temporary = path.with_name(f"{MARK}{os.getpid()}")
     try:
         write_file(temporary, data)
         temporary.replace(path)
@@ -78,35 +85,60 @@ def replace_file(path: Path, data: bytes) -> None:
     _sync(path.parent)
 
 
-def _replace(temporary: Path, path: Path, force: bool) -> None:
-    refuse_existing(path, force)
-    old = path.parent / f"{temporary.name}-old"
-    if path.exists():
-        path.rename(old)
+def _prefix(path: Path) -> str:
+    """What the names of this output's temporary siblings begin with; short, for a name may have 255 bytes at most."""
+    return f"{MARK}{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}-"
+
+
+def _locked_sibling(path: Path) -> tuple[Path, int]:
+    """A new empty sibling, and a descriptor that holds its lock until it is closed or the process dies."""
+    while True:
+        temporary = path.parent / f"{_prefix(path)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        temporary.mkdir()
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+            # Another process may take it for a dead one's before it is locked, and remove it.
+            if _lock(lock) is not False and temporary.exists():
+                return temporary, lock
+            os.close(lock)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Locks a folder; False: another process holds it; None: this file system cannot lock folders."""
     try:
-        temporary.rename(path)
-    except BaseException:
-        if old.exists():
-            old.rename(path)
-        raise
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _clean_siblings(path: Path) -> None:
     """Removes what dead processes left, puts an old bundle back if one died between two renames, refuses a live one."""
-    for sibling in sorted(path.parent.glob(f"{_escape(path.name)}{_MARK}*")):
-        pid = sibling.name.split(_MARK, 1)[1].split("-", 1)[0]
-        if pid.isdigit() and int(pid) != os.getpid() and _alive(int(pid)):
-            raise StorageError(f"{path} is locked: process {pid} is writing it.", "Wait for it to end, or name another path.")
-        if sibling.name.endswith("-old") and not path.exists():
-            sibling.rename(path)
-        else:
-            shutil.rmtree(sibling, ignore_errors=True)
+    prefix = _prefix(path)
+    for sibling in sorted(p for p in path.parent.iterdir() if p.name.startswith(prefix)):
+        pid = sibling.name.removeprefix(prefix).split("-", 1)[0]
+        try:
+            lock = os.open(sibling, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            if _in_use(sibling, lock, pid):
+                raise StorageError(f"{path} is locked: process {pid} is writing it.", "Wait for it to end, or name another path.")
+            if sibling.name.endswith(_OLD) and not path.exists():
+                sibling.rename(path)
+            else:
+                shutil.rmtree(sibling, ignore_errors=True)
+        finally:
+            os.close(lock)
 
 
-def _escape(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+def _in_use(sibling: Path, descriptor: int, pid: str) -> bool:
+    taken = _lock(descriptor)
+    if taken is None or sibling.name.endswith(_OLD):  # what lies between two renames is not locked
+        return pid.isdigit() and int(pid) != os.getpid() and _alive(int(pid))
+    return not taken
 
 
 def _alive(pid: int) -> bool:
@@ -117,6 +149,41 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _replace(temporary: Path, path: Path, force: bool) -> None:
+    """Gives the finished folder its name; what was there lies at ``temporary`` then, or is gone."""
+    refuse_existing(path, force)
+    if not path.exists():
+        temporary.rename(path)
+    elif not _exchange(temporary, path):
+        _swap(temporary, path)
+    _sync(path.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two paths in one step; False where the system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _swap(temporary: Path, path: Path) -> None:
+    old = temporary.with_name(temporary.name + _OLD)
+    path.rename(old)
+    try:
+        temporary.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _sync_tree(folder: Path) -> None:

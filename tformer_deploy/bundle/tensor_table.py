@@ -1,0 +1,58 @@
+"""The tensor table of ``weights.bin``: the model's parameters in their order, then the rotary frequencies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tformer_deploy.bundle.manifest import MANIFEST, TensorRecord
+from tformer_deploy.errors import InputError
+from tformer_deploy.parameters import parameter_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tformer_deploy.config import DType, ModelConfig
+
+ALIGNMENT = 4096  # a page, so that every tensor can be mapped by itself
+ROPE = "rope.frequencies"
+_NAMED = 8
+_AGAIN = "Export the bundle again."
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor, in the order of the file."""
+    rope: dict[str, tuple[int, ...]] = {} if config.rope is None else {ROPE: (config.head_dim // 2,)}
+    return parameter_shapes(config) | rope
+
+
+def check_tensor_table(config: ModelConfig, dtype: DType, tensors: dict[str, TensorRecord]) -> None:
+    """Refuses a table that is not the config's, or whose tensors overlap.
+
+    Raises:
+        InputError: With the first few faults.
+    """
+    if config.n_layers > len(tensors):  # a manifest may claim two thousand million of them
+        raise InputError(f"{MANIFEST}: {len(tensors)} tensors are too few for {config.n_layers} layers.", _AGAIN)
+    expected = expected_tensors(config)
+    faults = [f"{name} is not of this model" for name in tensors if name not in expected]
+    for name, shape in expected.items():
+        record, want = tensors.get(name), "fp32" if name == ROPE else dtype
+        if record is None:
+            faults.append(f"{name} is missing")
+        elif (record.shape, record.dtype) != (shape, want):
+            faults.append(f"{name} is {record.dtype} {list(record.shape)}, expected {want} {list(shape)}")
+    if not faults:
+        faults = list(_misplaced(tensors))
+    if faults:
+        more = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+        raise InputError(f"{MANIFEST}: tensors do not fit the config: {'; '.join(faults[:_NAMED])}{more}.", _AGAIN)
+
+
+def _misplaced(tensors: dict[str, TensorRecord]) -> Iterator[str]:
+    end = 0
+    for name, record in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if record.offset % ALIGNMENT:
+            yield f"{name} starts at byte {record.offset}, no multiple of {ALIGNMENT}"
+        if record.offset < end:
+            yield f"{name} starts at byte {record.offset}, inside the tensor before it"
+        end = record.offset + record.size
