@@ -35,6 +35,7 @@ def export_bundle(
     dtype: DType = "fp32",
     max_length: int | None = None,
     force: bool = False,
+    inside_source: bool = False,
     verify: Callable[[Path], None] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Path:
@@ -46,6 +47,7 @@ def export_bundle(
         dtype: dtype of weights and caches.
         max_length: Bound on prompt + completion, at most the checkpoint's; its own where None.
         force: Replace an existing bundle.
+        inside_source: Allow ``path`` inside the source's folder (a bundle derived from a bundle).
         verify: Called with the finished folder before it gets its name; raising leaves nothing.
         on_progress: Called with a few words at the start of each part.
 
@@ -56,7 +58,8 @@ def export_bundle(
     path = Path(path)
     say = on_progress or (lambda _: None)
     refuse_existing(path, force)
-    _refuse_overlap(path, Path(checkpoint.path))
+    if not inside_source:
+        _refuse_overlap(path, Path(checkpoint.path))
     config = _bounded(checkpoint.config, max_length)
     with new_folder(path, force) as folder:
         say("weights")
