@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tformer_deploy.checkpoints.checkpoint import Checkpoint
-from tformer_deploy.checkpoints.files import escaped
+from tformer_deploy.checkpoints.files import escaped, regular_size
 from tformer_deploy.checkpoints.folder import open_folder
+from tformer_deploy.checkpoints.gguf_file import MAGIC
+from tformer_deploy.checkpoints.gguf_llama import open_gguf
 from tformer_deploy.checkpoints.gpt2 import GPT2
 from tformer_deploy.checkpoints.llama import LLAMA
 from tformer_deploy.checkpoints.tformer import TFORMER
@@ -29,4 +31,9 @@ def open_checkpoint(path: str | Path, max_length: int | None = None) -> Checkpoi
     path = Path(path)
     if path.is_dir():
         return open_folder(path, FAMILIES, max_length)
-    raise InputError(f"{escaped(str(path))} is neither a folder nor a GGUF file.", "Name the checkpoint's folder.")
+    regular_size(path)
+    with path.open("rb") as file:
+        start = file.read(64)
+    if start.startswith(MAGIC) or path.suffix == ".gguf":
+        return open_gguf(path, max_length)
+    raise InputError(f"{escaped(str(path))} is neither a folder nor a GGUF file.", "Name the folder that holds config.json.")
