@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -16,6 +18,8 @@ from tformer_deploy.exporters.onnx.translation import TRANSLATION
 from tformer_deploy.reference.decoder import Decoder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tformer_deploy.config import DType, ModelConfig
 
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int64": torch.int64}
@@ -60,18 +64,19 @@ def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[s
             torch.zeros([_EXAMPLE[d] if isinstance(d, str) else d for d in i.dims], dtype=TORCH_DTYPES[i.dtype]) for i in inputs
         )
     dims = {name: torch.export.Dim(name, min=1, max=2**31 - 1) for name in _EXAMPLE}
-    program = torch.onnx.export(
-        model,
-        example,
-        dynamo=True,
-        opset_version=OPSET,
-        optimize=False,
-        verbose=False,
-        custom_translation_table=TRANSLATION,
-        dynamic_shapes={"inputs": tuple({axis: dims[d] for axis, d in enumerate(i.dims) if isinstance(d, str)} for i in inputs)},
-        input_names=[i.name for i in inputs],
-        output_names=[o.name for o in graph_outputs(config, dtype)],
-    )
+    with _quiet_tracer():
+        program = torch.onnx.export(
+            model,
+            example,
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+            custom_translation_table=TRANSLATION,
+            dynamic_shapes={"inputs": tuple({axis: dims[d] for axis, d in enumerate(i.dims) if isinstance(d, str)} for i in inputs)},
+            input_names=[i.name for i in inputs],
+            output_names=[o.name for o in graph_outputs(config, dtype)],
+        )
     assert program is not None
     traced = program.model
     weights = _take_weights(traced, tensors)
@@ -82,6 +87,20 @@ def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[s
     _declare_signature(traced, config, dtype, phase)
     _strip(traced, phase, build_id)
     return traced
+
+
+@contextlib.contextmanager
+def _quiet_tracer() -> Iterator[None]:
+    """Hides what tracing says about itself: deprecations inside torch, a package it would like to have, dims named twice."""
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = registration.level
+    registration.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        registration.setLevel(level)
 
 
 def _take_weights(model: ir.Model, tensors: dict[str, TensorRecord]) -> dict[str, ir.ExternalTensor]:
