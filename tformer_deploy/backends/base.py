@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -23,6 +25,12 @@ class KVCache(Protocol):
     def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32]) -> None:
         """Replaces one layer's key and value [B, K, C, D] (tests poison slots with it)."""
 
+    def rows(self, start: int, stop: int) -> Self:
+        """The rows ``start … stop - 1`` as a cache that shares this one's memory: a prefill writes straight into slots."""
+
+    def resize(self, rows: Sequence[int], capacity: int) -> Self:
+        """A new cache with copies of the given rows and another capacity; new slots are zero, cut ones are lost."""
+
 
 class Backend(Protocol):
     """Runs prefill and decode as ``bundle/signature.py`` defines them; caches are updated in place.
@@ -32,6 +40,7 @@ class Backend(Protocol):
         config: The model.
         dtype: What the graphs compute in here.
         max_length: Bound on prompt + completion of a row, from the bundle.
+        max_batch: Rows that the backend can run together; None where memory is the only bound.
         notes: Sentences a user should read, for instance that bf16 runs as a graph cast to fp32.
     """
 
@@ -39,7 +48,11 @@ class Backend(Protocol):
     config: ModelConfig
     dtype: DType
     max_length: int
+    max_batch: int | None
     notes: tuple[str, ...]
+
+    def capacity_for(self, length: int) -> int:
+        """The capacity to allocate for rows of ``length`` tokens (≤ max_length)."""
 
     def allocate(self, batch: int, capacity: int) -> KVCache:
         """Zeroed caches."""
@@ -51,3 +64,17 @@ class Backend(Protocol):
         self, input_ids: NDArray[np.int64], past_lengths: NDArray[np.int64], logit_positions: NDArray[np.int64], cache: KVCache
     ) -> NDArray[np.float32]:
         """[B, S], [B], [B, N] → logits [B, N, V]; writes slots past_lengths … past_lengths + S - 1 of each row."""
+
+
+FIRST_BUCKET = 128
+
+
+def capacity_bucket(length: int, max_length: int) -> int:
+    """The smallest of 128, 256, 512 … that holds ``length`` tokens, at most ``max_length``.
+
+    Attention over a cache costs its capacity, not its length, so rows start in a small one that is grown by copying.
+    """
+    capacity = FIRST_BUCKET
+    while capacity < length:
+        capacity *= 2
+    return min(capacity, max_length)

@@ -1,0 +1,151 @@
+"""ONNX Runtime on the CPU: both graphs on caches that are updated in place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from tformer_deploy.backends.base import capacity_bucket
+from tformer_deploy.bundle.signature import INPUT_IDS, LOGIT_POSITIONS, LOGITS, PAST_LENGTHS, Phase, cache_names
+from tformer_deploy.errors import CapabilityError, InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tformer_deploy.backends.base import KVCache
+    from tformer_deploy.bundle import Bundle
+    from tformer_deploy.config import DType
+
+# Recent wheels write telemetry files under the home folder when they are imported.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+PROVIDER = "CPUExecutionProvider"
+_FLOOR = (1, 25)  # the first release whose CPU provider has TensorScatter
+_ERRORS_ONLY = 3
+
+
+def _import() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as e:
+        raise CapabilityError(f"The onnxruntime backend needs the package onnxruntime: {e}.", "Run pip install 'tformer-deploy[cpu]'.") from e
+    version = tuple(int(x) for x in onnxruntime.__version__.split(".")[:2])
+    if version < _FLOOR:
+        raise CapabilityError(
+            f"onnxruntime {onnxruntime.__version__} is installed; its CPU provider has no TensorScatter.", "Run pip install 'onnxruntime>=1.25'."
+        )
+    return onnxruntime
+
+
+class OnnxRuntimeCache:
+    """Caches as numpy arrays [B, K, C, D], which ONNX Runtime reads and writes where they lie."""
+
+    def __init__(self, arrays: list[NDArray[Any]]) -> None:
+        self.arrays = arrays
+        self.batch, self.capacity = arrays[0].shape[0], arrays[0].shape[2]
+        runtime = _import()
+        self.values = [runtime.OrtValue.ortvalue_from_numpy(a) for a in arrays]
+
+    def read(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Copies of one layer's key and value."""
+        key, value = (a.astype(np.float32) for a in self.arrays[2 * layer : 2 * layer + 2])
+        return key, value
+
+    def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32]) -> None:
+        """Replaces one layer's key and value."""
+        self.arrays[2 * layer][:], self.arrays[2 * layer + 1][:] = key, value
+
+    def rows(self, start: int, stop: int) -> Self:
+        """A view of some rows; leading rows of a contiguous array are contiguous themselves."""
+        return type(self)([a[start:stop] for a in self.arrays])
+
+    def resize(self, rows: Sequence[int], capacity: int) -> Self:
+        """Copies of rows, with another capacity."""
+        kept, resized = min(capacity, self.capacity), []
+        for array in self.arrays:
+            new = np.zeros((len(rows), array.shape[1], capacity, array.shape[3]), array.dtype)
+            new[:, :, :kept] = array[list(rows), :, :kept]
+            resized.append(new)
+        return type(self)(resized)
+
+
+class OnnxRuntimeBackend:
+    """The two graphs of a bundle; each is loaded when it is first needed."""
+
+    name = "onnxruntime"
+
+    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
+        self._runtime = _import()
+        manifest = bundle.manifest
+        self.config, self.max_length = manifest.config, manifest.max_length
+        self.max_batch: int | None = None
+        self.dtype: DType = manifest.dtype
+        self.notes: tuple[str, ...] = ()
+        self._threads, self._sessions = threads, dict[Phase, Any]()
+        self._folder, self._scratch = bundle.path, None
+        if manifest.dtype == "bf16":
+            from tformer_deploy.backends.bf16 import write_fp32_graphs
+
+            self._scratch = tempfile.TemporaryDirectory(prefix="tformer-deploy-")
+            self._folder, self.dtype = Path(self._scratch.name), "fp32"
+            write_fp32_graphs(bundle, self._folder)
+            self.notes = (
+                "ONNX Runtime's CPU provider has no bf16 MatMul: what ran is the bf16 graph cast to fp32, over the bf16 weights. "
+                "The bf16 graph itself was not executed.",
+            )
+
+    def capacity_for(self, length: int) -> int:
+        """A bucket."""
+        return capacity_bucket(length, self.max_length)
+
+    def allocate(self, batch: int, capacity: int) -> OnnxRuntimeCache:
+        """Zeroed arrays."""
+        shape = (batch, self.config.n_kv_heads, capacity, self.config.head_dim)
+        dtype = np.float16 if self.dtype == "fp16" else np.float32
+        return OnnxRuntimeCache([np.zeros(shape, dtype) for _ in range(2 * self.config.n_layers)])
+
+    def prefill(self, input_ids: NDArray[np.int64], logit_positions: NDArray[np.int64], cache: KVCache) -> NDArray[np.float32]:
+        """See :class:`Backend`."""
+        return self._run("prefill", {INPUT_IDS: input_ids, LOGIT_POSITIONS: logit_positions}, cache)
+
+    def decode(
+        self, input_ids: NDArray[np.int64], past_lengths: NDArray[np.int64], logit_positions: NDArray[np.int64], cache: KVCache
+    ) -> NDArray[np.float32]:
+        """See :class:`Backend`."""
+        return self._run("decode", {INPUT_IDS: input_ids, PAST_LENGTHS: past_lengths, LOGIT_POSITIONS: logit_positions}, cache)
+
+    def _run(self, phase: Phase, inputs: dict[str, NDArray[np.int64]], cache: KVCache) -> NDArray[np.float32]:
+        assert isinstance(cache, OnnxRuntimeCache)
+        session = self._session(phase)
+        binding = session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(array, dtype=np.int64))
+        n = self.config.n_layers
+        # The same buffer as past and present: TensorScatter then writes in place.
+        for past, present, value in zip(cache_names(n, "past_key_values"), cache_names(n, "present"), cache.values, strict=True):
+            binding.bind_ortvalue_input(past, value)
+            binding.bind_ortvalue_output(present, value)
+        binding.bind_output(LOGITS)
+        session.run_with_iobinding(binding)
+        logits: NDArray[np.float32] = binding.get_outputs()[0].numpy()
+        return logits
+
+    def _session(self, phase: Phase) -> Any:
+        if phase not in self._sessions:
+            options = self._runtime.SessionOptions()
+            options.log_severity_level = _ERRORS_ONLY
+            if self._threads is not None:
+                options.intra_op_num_threads = self._threads
+            path = self._folder / f"{phase}.onnx"
+            try:
+                self._sessions[phase] = self._runtime.InferenceSession(str(path), options, providers=[PROVIDER])
+            except Exception as e:
+                reason = str(e).strip().splitlines()[0]
+                raise InputError(f"ONNX Runtime {self._runtime.__version__} cannot load {path}: {reason}") from e
+        return self._sessions[phase]
