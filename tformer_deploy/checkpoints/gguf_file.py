@@ -81,7 +81,7 @@ class GgufFile:
             raise ValueError("a vector is read whole: its blocks span its elements")
         data = np.empty(place.size if len(shape) == 1 else count * step, np.uint8)
         if data.size:
-            read_exactly(self.path, place.offset + first * step, memoryview(data))
+            read_exactly(self.path, place.offset + first * step, data.data)
         wanted = (count, *shape[1:])
         native = _NATIVE.get(place.kind.name)
         if native is not None:

@@ -82,7 +82,7 @@ class SafetensorsFile:
         result = torch.empty((count, *entry.shape[1:]), dtype=_DTYPES[self._codes[name]])
         if count * width:
             target = result.view(-1).view(torch.uint8).numpy()
-            read_exactly(self.path, self._data + self._offsets[name] + first * step, memoryview(target))  # type: ignore[arg-type]
+            read_exactly(self.path, self._data + self._offsets[name] + first * step, target.data)
         return result
 
     def _entry(self, name: str, value: Any) -> tuple[int, int]:
@@ -144,7 +144,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         write_all(descriptor, struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
             flat = tensor.detach().cpu().contiguous().view(-1)
-            write_all(descriptor, memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            write_all(descriptor, flat.view(torch.uint8).numpy().data)
 
     replace_file(path, write)
 
