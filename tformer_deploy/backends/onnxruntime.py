@@ -34,11 +34,13 @@ def _import() -> Any:
     try:
         import onnxruntime
     except ImportError as e:
-        raise CapabilityError(f"The onnxruntime backend needs the package onnxruntime: {e}.", "Run pip install 'tformer-deploy[cpu]'.") from e
+        hint = "Run pip install 'tformer-deploy[cpu]'."
+        raise CapabilityError(f"The onnxruntime backend needs the package onnxruntime: {e}.", hint) from e
     version = tuple(int(x) for x in onnxruntime.__version__.split(".")[:2])
     if version < _FLOOR:
         raise CapabilityError(
-            f"onnxruntime {onnxruntime.__version__} is installed; its CPU provider has no TensorScatter.", "Run pip install 'onnxruntime>=1.25'."
+            f"onnxruntime {onnxruntime.__version__} is installed; its CPU provider has no TensorScatter.",
+            "Run pip install 'onnxruntime>=1.25'.",
         )
     return onnxruntime
 

@@ -77,7 +77,8 @@ class TorchBackend:
     def allocate(self, batch: int, capacity: int) -> TorchCache:
         """Zeroed tensors on the decoder's device."""
         shape = (batch, self.config.n_kv_heads, capacity, self.config.head_dim)
-        return TorchCache([torch.zeros(shape, dtype=self.torch_dtype, device=self.device) for _ in range(2 * self.config.n_layers)])
+        n_tensors = 2 * self.config.n_layers
+        return TorchCache([torch.zeros(shape, dtype=self.torch_dtype, device=self.device) for _ in range(n_tensors)])
 
     def prefill(self, input_ids: NDArray[np.int64], logit_positions: NDArray[np.int64], cache: KVCache) -> NDArray[np.float32]:
         """See :class:`Backend`."""
