@@ -1,5 +1,5 @@
 """Bundle → TensorRT engines with fused attention, proven."""
 
-from tformer_deploy.exporters.tensorrt.build import build
+from tformer_deploy.exporters.tensorrt.build import BuiltEngine, build
 
-__all__ = ["build"]
+__all__ = ["BuiltEngine", "build"]

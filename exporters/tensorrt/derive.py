@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+import gc
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from tformer_deploy.backends.torch import bundle_backend
+from tformer_deploy.backends import open_session
 from tformer_deploy.bundle import Bundle, open_bundle
+from tformer_deploy.bundle.engines import DerivedGraph
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.onnx import export_bundle
-from tformer_deploy.parity import compare_with_decoder
+from tformer_deploy.parity.metrics import margin_of
+from tformer_deploy.parity.oracle import Oracle
+from tformer_deploy.parity.plan import Plan, make_plan
+from tformer_deploy.parity.suite import Comparison
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
+    from tformer_deploy.backends import Session
     from tformer_deploy.config import DType
+    from tformer_deploy.parity.gates import Check
+
+_ROPE = "rope.frequencies"
 
 
 class BundleSource:
-    """A bundle's weights in the form that the exporter reads from a checkpoint."""
+    """A bundle's weights in the form that the exporter reads from a checkpoint; one tensor in memory at a time."""
 
     def __init__(self, bundle: Bundle) -> None:
         manifest = bundle.manifest
@@ -28,38 +40,107 @@ class BundleSource:
         self.path, self.config = bundle.path, manifest.config
         self.name, self.format, self.family = manifest.source.name, manifest.source.format, manifest.source.family
         self.eos_token_ids, self.bos_token_id = manifest.eos_token_ids, manifest.bos_token_id
-        self.tensors = {n: r for n, r in manifest.tensors.items() if n != "rope.frequencies"}
-        self._loaded = bundle_backend(bundle).decoder.state_dict()
+        # In the order of the file, which is the model's own; the manifest is sorted by name.
+        records = sorted(manifest.tensors.items(), key=lambda item: item[1].offset)
+        self.tensors = {name: record for name, record in records if name != _ROPE}
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
-        return self._loaded[name]
+        array = self._bundle.tensor(name)
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
 
     def sha256(self) -> str:
-        """The core that it is made from."""
-        return self._bundle.core_sha256
+        """The checkpoint that the bundle itself came from."""
+        return self._bundle.manifest.source.sha256
 
     def assets(self) -> dict[str, bytes]:
-        """Nothing: an engine needs only the graph."""
+        """Nothing: the tokenizer stays with the core."""
         return {}
 
 
-def derive_bundle(bundle: Bundle, dtype: DType, folder: Path) -> tuple[Bundle, dict[str, Any]]:
-    """Writes the bundle in ``dtype`` to ``folder`` and compares it with the original's weights in float32.
+def derive_bundle(bundle: Bundle, dtype: DType, folder: Path, on_progress: Callable[[str], None]) -> tuple[Bundle, DerivedGraph]:
+    """Writes the bundle in ``dtype`` to ``folder`` and compares it, on ONNX Runtime, with the bundle itself.
+
+    Args:
+        bundle: An fp32 bundle.
+        dtype: fp16 or bf16.
+        folder: Where the derived bundle goes.
+        on_progress: Called with a few words at the start of each part.
 
     Returns:
-        The derived bundle, and its record: hashes and every check.
+        The derived bundle, and what the comparison found.
 
     Raises:
-        InputError: A check is red, or a value does not fit ``dtype``.
+        InputError: The bundle is not fp32, a value does not fit ``dtype``, or a check is red.
     """
-    export_bundle(BundleSource(bundle), folder, dtype=dtype, max_length=bundle.manifest.max_length, inside_source=True)
+    if bundle.manifest.dtype != "fp32":
+        raise InputError(
+            f"{bundle.path} is a {bundle.manifest.dtype} bundle, whose engine is {bundle.manifest.dtype}; --dtype is {dtype}.",
+            f"Leave --dtype out, or export the checkpoint with --dtype {dtype}.",
+        )
+    limit = bundle.manifest.max_length
+    export_bundle(
+        BundleSource(bundle),
+        folder,
+        dtype=dtype,
+        max_length=limit,
+        inside_source=True,
+        on_progress=lambda p: on_progress(f"{dtype} {p}"),
+    )
     derived = open_bundle(folder, verify="full")
-    reference = bundle_backend(bundle).decoder.to(torch.float32)
-    checks = compare_with_decoder(reference, derived, dtype)
-    red = [c for c in checks if c.verdict == "red"]
-    if red:
+    on_progress(f"{dtype} graph against the fp32 one")
+    checks, notes = _compare(bundle, derived, dtype)
+    if red := [c for c in checks if c.verdict == "red"]:
         lines = "\n  ".join(f"{c.group}, {c.metric}: {c.value:.3g}, gate {c.relation} {c.gate:g}" for c in red)
-        raise InputError(f"In {dtype} this model differs from the bundle:\n  {lines}", "Try --dtype bf16, or export from the checkpoint.")
-    files = {name: record.sha256 for name, record in sorted(derived.manifest.files.items())}
-    return derived, {"dtype": dtype, "from_core": bundle.core_sha256, "files": files, "checks": [dataclasses.asdict(c) for c in checks]}
+        raise InputError(
+            f"In {dtype} this model differs too much from the bundle:\n  {lines}",
+            "Keep it in fp32 on ONNX Runtime, or try --dtype bf16.",
+        )
+    return derived, DerivedGraph(derived.core_sha256, len(checks), _figures(checks), notes)
+
+
+def _compare(bundle: Bundle, derived: Bundle, dtype: DType) -> tuple[list[Check], tuple[str, ...]]:
+    plan = make_plan(bundle.manifest.config, bundle.manifest.max_length, "quick")
+    oracle = ask_session(open_session(bundle, backend="onnxruntime"), plan)
+    gc.collect()
+    backend = open_session(derived, backend="onnxruntime").backend
+    return Comparison(backend, dtype, plan, oracle).all(), backend.notes
+
+
+def ask_session(session: Session, plan: Plan) -> Oracle:
+    """A session's answers to a plan, each row alone."""
+    backend = session.backend
+    logits, caches = [], []
+    for row in plan.rows:
+        cache = backend.allocate(1, len(row))
+        logits.append(backend.prefill(_row(row), _row(range(len(row))), cache)[0])
+        layers = [cache.read(i) for i in range(backend.config.n_layers)]
+        caches.append([(key[0], value[0]) for key, value in layers])
+    greedy = [_greedy(session, row[:n], plan.greedy) for row, n in zip(plan.rows[:2], plan.lengths[:2], strict=True)]
+    return Oracle(logits, caches, greedy)
+
+
+def _greedy(session: Session, prompt: tuple[int, ...], steps: int) -> list[tuple[int, float]]:
+    tokens: list[tuple[int, float]] = []
+    if steps:
+        backend = session.backend
+        cache = backend.allocate(1, len(prompt) + steps)
+        position = backend.prefill(_row(prompt), _row([len(prompt) - 1]), cache)[0, 0]
+        while True:
+            tokens.append((int(position.argmax()), margin_of(position)))
+            if len(tokens) == steps:
+                break
+            length = np.array([len(prompt) + len(tokens) - 1], dtype=np.int64)
+            position = backend.decode(_row([tokens[-1][0]]), length, _row([0]), cache)[0, 0]
+    return tokens
+
+
+def _row(ids: Sequence[int]) -> NDArray[np.int64]:
+    return np.array([list(ids)], dtype=np.int64)
+
+
+def _figures(checks: list[Check]) -> dict[str, tuple[float, float]]:
+    """Value and gate of each metric that has a gate, by ``group: metric``."""
+    return {f"{c.group}: {c.metric}": (float(c.value), float(c.gate)) for c in checks if c.gate is not None}

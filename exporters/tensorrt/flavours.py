@@ -1,15 +1,23 @@
-"""The two TensorRT packages, and everything that differs between them."""
+"""The two TensorRT packages, and everything that differs between them, in this one place."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tformer_deploy.errors import CapabilityError
+from tformer_deploy.errors import CapabilityError, UsageError
 
 FlavourName = Literal["rtx", "tensorrt"]
+_MODULES: dict[FlavourName, str] = {"rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
+_EXTRAS: dict[FlavourName, str] = {"rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
+# The first versions whose ONNX parser knows Attention, TensorScatter, RMSNormalization and RotaryEmbedding.
+_OLDEST: dict[FlavourName, tuple[int, int]] = {"rtx": (1, 7), "tensorrt": (10, 15)}
+# bf16 is refused for 7.5, so the portable set of RTX begins at 8.0.
+_PORTABLE_FROM = 80
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 
 
 @dataclass(frozen=True)
@@ -28,46 +36,108 @@ class Flavour:
 
     def network_flags(self) -> int:
         """Strong typing is the only mode of RTX and of TensorRT 11; 10.x must be asked for it."""
-        if self.name == "tensorrt" and int(self.version.split(".")[0]) < 11:
+        if self.name == "tensorrt" and _numbers(self.version) < (11, 0):
             return 1 << int(self.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         return 0
 
-    def set_targets(self, config: Any, targets: tuple[str, ...]) -> None:
-        """Chooses compute capabilities; only RTX compiles for a GPU that is not there.
+    def masks(self, attention: Any) -> bool:
+        """Whether an attention of a parsed network hides anything; 10.x has no ``causal_kind``, and a causal flag instead."""
+        kind = getattr(attention, "causal_kind", None)
+        lengths = getattr(attention, "key_value_lengths", None)
+        if attention.mask is not None:
+            return True
+        # Anchored at the upper left, a decode step would see the first slot only.
+        return kind is not None and lengths is not None and "LOWER_RIGHT" in str(kind)
+
+    def compute_capabilities(self, targets: tuple[str, ...]) -> tuple[str, ...]:
+        """The GPUs that an engine is compiled for.
+
+        Args:
+            targets: As asked, for instance ``("8.6", "8.9")``; empty: RTX's portable set, or the GPU here.
 
         Raises:
-            CapabilityError: The flavour cannot do it.
+            CapabilityError: The flavour does not compile for one of them, or full TensorRT finds no GPU.
+            UsageError: Targets were given for full TensorRT.
         """
-        if not targets:
-            return
-        if self.name != "rtx":
-            raise CapabilityError("Full TensorRT compiles for the GPU it runs on; --target is for the rtx flavour.", "Leave --target out.")
-        known = {n.removeprefix("SM"): getattr(self.module.ComputeCapability, n) for n in dir(self.module.ComputeCapability) if n.startswith("SM")}
-        config.num_compute_capabilities = len(targets)
-        for i, target in enumerate(targets):
-            digits = target.replace(".", "")
-            if digits not in known:
-                raise CapabilityError(
-                    f"TensorRT-RTX {self.version} does not compile for compute capability {target}.",
-                    f"Choose from {', '.join(sorted(known))}, or use full TensorRT (H100, H200).",
+        if self.name == "tensorrt":
+            if targets:
+                raise UsageError(
+                    "Full TensorRT compiles for the GPU it runs on; --target is for the rtx flavour.", "Leave --target out."
                 )
-            config.set_compute_capability(known[digits], i)
+            return (gpu_capability(),)
+        known = self._rtx_capabilities()
+        if not targets:
+            return tuple(c for c in known if int(c.replace(".", "")) >= _PORTABLE_FROM)
+        if unknown := [t for t in targets if t not in known]:
+            raise CapabilityError(
+                f"TensorRT-RTX {self.version} does not compile for compute capability {', '.join(unknown)}.",
+                f"Choose from {', '.join(known)}; for data-centre GPUs (9.0, 10.0) use --flavour tensorrt.",
+            )
+        return tuple(c for c in known if c in targets)
 
+    def set_targets(self, config: Any, capabilities: tuple[str, ...]) -> None:
+        """Tells the builder; only RTX asks."""
+        if self.name != "rtx":
+            return
+        config.num_compute_capabilities = len(capabilities)
+        for i, capability in enumerate(capabilities):
+            config.set_compute_capability(getattr(self.module.ComputeCapability, f"SM{capability.replace('.', '')}"), i)
 
-_MODULES: dict[FlavourName, str] = {"rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
+    def _rtx_capabilities(self) -> tuple[str, ...]:
+        names = [n.removeprefix("SM") for n in dir(self.module.ComputeCapability) if n.startswith("SM") and n[2:].isdigit()]
+        return tuple(f"{n // 10}.{n % 10}" for n in sorted(map(int, names)))
 
 
 def load_flavour(name: FlavourName | Literal["auto"]) -> Flavour:
     """Imports a flavour; ``auto`` takes RTX where it is installed, else full TensorRT.
 
     Raises:
-        CapabilityError: It is not installed.
+        CapabilityError: It is not installed, does not load, or is too old.
     """
     names = list(_MODULES) if name == "auto" else [name]
     for candidate in names:
-        if importlib.util.find_spec(_MODULES[candidate]) is not None:
+        if importlib.util.find_spec(_MODULES[candidate]) is None:
+            continue
+        try:
             module = importlib.import_module(_MODULES[candidate])
-            return Flavour(candidate, module, str(module.__version__))
+        except (ImportError, OSError) as e:
+            raise CapabilityError(f"The Python package {_MODULES[candidate]} does not load: {e}.", _install(candidate)) from e
+        flavour = Flavour(candidate, module, str(module.__version__))
+        if _numbers(flavour.version) < _OLDEST[candidate]:
+            oldest = ".".join(map(str, _OLDEST[candidate]))
+            raise CapabilityError(
+                f"{_MODULES[candidate]} {flavour.version} is too old; {oldest} is the first that fits.", _install(candidate)
+            )
+        return flavour
     wanted = " or ".join(_MODULES[n] for n in names)
-    extra = "tensorrt" if name == "tensorrt" else "tensorrt-rtx"
-    raise CapabilityError(f"The Python package {wanted} is not installed.", f"Run pip install 'tformer-deploy[{extra}]'.")
+    raise CapabilityError(f"The Python package {wanted} is not installed.", _install(names[0]))
+
+
+def gpu_capability() -> str:
+    """Compute capability of the first GPU, for instance ``9.0``, from the driver itself.
+
+    Raises:
+        CapabilityError: There is none.
+    """
+    advice = "Run this on the machine that will serve, or use --flavour rtx, which compiles without a GPU."
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise CapabilityError(
+            "Full TensorRT compiles for the GPU it runs on, and there is no NVIDIA driver here.", advice
+        ) from None
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        raise CapabilityError("Full TensorRT compiles for the GPU it runs on, and the NVIDIA driver lists none.", advice)
+    driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+    return f"{major.value}.{minor.value}"
+
+
+def _install(name: FlavourName) -> str:
+    return f"Install it with `pip install 'tformer-deploy[{_EXTRAS[name]}]'`."
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    parts = [int(p) if p.isdigit() else 0 for p in version.split(".")[:2]]
+    return parts[0], parts[1] if len(parts) > 1 else 0

@@ -1,7 +1,8 @@
 """Builds one plan in a process of its own: ``python -m tformer_deploy.exporters.tensorrt.worker REQUEST.json``.
 
-A fresh process gives the same bytes for the same input, gives its memory back, and can be stopped at any moment. It
-writes JSON lines on stdout: ``progress``, then ``result`` or ``error``.
+A fresh process gives the same bytes for the same input (a second build in one process does not), gives its memory back,
+and can be stopped at any moment. It writes JSON lines on stdout: ``progress``, then ``result`` or ``error``. The plan is
+written only when fusion is proven.
 """
 
 from __future__ import annotations
@@ -10,23 +11,28 @@ import ctypes
 import json
 import os
 import re
+import resource
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from tformer_deploy.errors import InputError, TformerError
+from tformer_deploy.errors import InputError, ResourceError, TformerError
 from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour
 from tformer_deploy.exporters.tensorrt.fusion import prove_fusion
+from tformer_deploy.exporters.tensorrt.graph import fixed_graph
+from tformer_deploy.exporters.tensorrt.monitor import progress_monitor
 
 _PR_SET_PDEATHSIG = 1
 # What the library adds on a machine without a driver; the first error is the one that matters.
 _NO_DRIVER = re.compile(r"\s*\(?cudaError 35.*", re.DOTALL)
+_SOURCE_PLACE = re.compile(r"\s*In \w+ at \S+:\d+\)?\s*$")
 
 
 def main() -> int:
     """Reads the request, builds, reports."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":  # a killed parent leaves no builder behind
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
@@ -43,67 +49,103 @@ def main() -> int:
     except TformerError as e:
         send("error", message=e.message, hint=e.hint, exit_code=e.exit_code)
         return 1
+    except MemoryError:
+        send("error", message="Memory ran out while building.", hint=_LESS, exit_code=ResourceError.exit_code)
+        return 1
     return 0
 
 
 def build_plan(flavour: Flavour, request: dict[str, Any], send: Any) -> dict[str, Any]:
-    """Parses, checks the network, builds, proves fusion, writes the plan."""
+    """Parses, checks the network, builds, proves fusion, writes the plan.
+
+    Args:
+        flavour: Which TensorRT.
+        request: graph (path), capacity, plan (path), n_layers, compute_capabilities, profiles, decomposable (a control
+            of the tests: every attention may be built unfused, so that the proof has something to refuse).
+        send: Reports progress.
+
+    Raises:
+        InputError: The graph cannot be built, an input of it is dropped, or an attention is not fused.
+    """
     trt = flavour.module
     logger = _logger(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(flavour.network_flags())
-    parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(request["graph"]) or not network.num_outputs:
-        raise InputError(f"TensorRT cannot parse the decode graph: {_parser_error(parser, logger)}")
-    attentions, updates = _walk(trt, network, request["decomposable"])
-    _require_counts(len(attentions), updates, request["n_layers"])
-    _require_quiet(logger)
+    attentions = _parse(flavour, network, logger, request)
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    config.progress_monitor = _monitor(trt, send)
-    flavour.set_targets(config, tuple(request["targets"]))
+    monitor = progress_monitor(trt, lambda phase, done: send("progress", phase=phase, done=done))
+    config.progress_monitor = monitor
+    flavour.set_targets(config, tuple(request["compute_capabilities"]))
     for profile in request["profiles"]:
         config.add_optimization_profile(_profile(builder, network, profile))
     plan = builder.build_serialized_network(network, config)
-    _require_quiet(logger)
     if plan is None:
         raise InputError(f"TensorRT cannot build this graph: {logger.first_error()}", _cure(logger.first_error()))
-    data = bytes(plan)
-    kernels = prove_fusion(data, "\n".join(logger.layers), attentions, [p["name"] for p in request["profiles"]])
-    Path(request["plan"]).write_bytes(data)
-    return {"attentions": len(attentions), "cache_updates": updates, "kernels": kernels}
+    _require_no_unused_input(logger)
+    data = memoryview(plan)
+    names = [(p["name"], p["sequence"] == [1, 1, 1]) for p in request["profiles"]]
+    proofs = prove_fusion(data, "\n".join(logger.layers), attentions, names)
+    with Path(request["plan"]).open("wb") as file:
+        file.write(data)
+    return {
+        "attentions": len(attentions),
+        "cache_updates": 2 * len(attentions),
+        "kernels": [[p.plan, p.log] for p in proofs],
+        "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, 1),
+    }
 
 
-def _walk(trt: Any, network: Any, decomposable: bool) -> tuple[list[str], int]:
-    """ONNX names of the attention layers, and the number of cache updates."""
-    attentions, updates = [], 0
+def _parse(flavour: Flavour, network: Any, logger: Any, request: dict[str, Any]) -> list[str]:
+    """Fills the network; returns the names of its attentions."""
+    trt, path = flavour.module, Path(request["graph"])
+    parser = trt.OnnxParser(network, logger)
+    # Weights are found beside ``path``. Junk parses as an empty network, hence the count of outputs.
+    if not parser.parse(fixed_graph(path, request["capacity"]), str(path)) or not network.num_outputs:
+        raise InputError(f"TensorRT cannot parse {path}: {_parser_error(parser, logger)}", "Export the bundle again.")
+    _require_no_unused_input(logger)
+    attentions, updates = walk(flavour, network, request["decomposable"])
+    n_layers = request["n_layers"]
+    if (len(attentions), updates) != (n_layers, 2 * n_layers):
+        found, expected = f"{len(attentions)} attentions and {updates} cache updates", f"{n_layers} and {2 * n_layers}"
+        raise InputError(f"The parsed network has {found}; expected {expected}.", "Export the bundle again.")
+    return attentions
+
+
+def walk(flavour: Flavour, network: Any, decomposable: bool) -> tuple[list[str], int]:
+    """ONNX names of the attention layers, and the number of cache updates.
+
+    Raises:
+        InputError: An attention may be built unfused, or hides nothing.
+    """
+    trt, attentions, updates = flavour.module, [], 0
     for i in range(network.num_layers):
         layer = network.get_layer(i)
         if layer.type == trt.LayerType.KV_CACHE_UPDATE:
             updates += 1
         elif layer.type == trt.LayerType.ATTENTION_INPUT:
             layer.__class__ = trt.IAttentionInputLayer
-            if decomposable:  # the unfused control of the tests
-                layer.attention.decomposable = True
-            elif layer.attention.decomposable:
-                raise InputError(f"Attention {layer.name} is marked decomposable: it would be built unfused without a word.")
-            attentions.append(layer.name.removesuffix("_AttentionInput"))
+            attention = layer.attention
+            if decomposable:
+                attention.decomposable = True
+            elif attention.decomposable:
+                raise InputError(
+                    f"Attention {attention.name} is marked decomposable: it would be built unfused without a word.",
+                    "Export the bundle again.",
+                )
+            if not flavour.masks(attention):
+                raise InputError(
+                    f"Attention {attention.name} has no mask: it would see the wrong slots of the cache.",
+                    "Export the bundle again.",
+                )
+            attentions.append(str(attention.name))
     return attentions, updates
 
 
-def _require_counts(attentions: int, updates: int, n_layers: int) -> None:
-    if (attentions, updates) != (n_layers, 2 * n_layers):
-        raise InputError(
-            f"The parsed network has {attentions} attentions and {updates} cache updates; expected {n_layers} and {2 * n_layers}.",
-            "Export the bundle again.",
-        )
-
-
-def _require_quiet(logger: Any) -> None:
+def _require_no_unused_input(logger: Any) -> None:
     """An input that the parser drops would change what the graph computes."""
-    unused = [text for text in logger.complaints if "Unused Input" in text]
-    if unused:
-        raise InputError(f"TensorRT drops an input of the graph: {unused[0]}")
+    if unused := [text for text in logger.complaints if "unused input" in text.lower()]:
+        raise InputError(f"TensorRT drops an input of the graph: {unused[0]}", "Export the bundle again.")
 
 
 def _profile(builder: Any, network: Any, profile: dict[str, Any]) -> Any:
@@ -121,16 +163,23 @@ def _profile(builder: Any, network: Any, profile: dict[str, Any]) -> Any:
 def _parser_error(parser: Any, logger: Any) -> str:
     if parser.num_errors:
         error = parser.get_error(0)
-        return f"node {error.node_name() or error.node()} ({error.node_operator()}): {_NO_DRIVER.sub('', error.desc())}"
+        return f"node {error.node_name() or error.node()} ({error.node_operator()}): {_tidy(error.desc())}"
     return str(logger.first_error())
+
+
+def _tidy(text: str) -> str:
+    return _SOURCE_PLACE.sub("", _NO_DRIVER.sub("", text)).strip()
+
+
+_LESS = "Give the builder more memory, or lower --max-batch and --prompt-bucket."
 
 
 def _cure(error: str) -> str:
     if "dedicated kernel" in error:
         return "Build in fp16 or bf16, or with a smaller --capacity."
     if "memory" in error.lower():
-        return "Give the builder more memory, or lower --max-batch and --prompt-bucket."
-    return "Run `tformer-deploy check` on the bundle, then report what it and this command print."
+        return _LESS
+    return "Run `tformer-deploy check` on the bundle; report what it and this command print."
 
 
 def _logger(trt: Any) -> Any:
@@ -149,35 +198,12 @@ def _logger(trt: Any) -> Any:
             elif severity <= trt.ILogger.WARNING:
                 self.complaints.append(text)
                 if severity <= trt.ILogger.ERROR:
-                    self.errors.append(_NO_DRIVER.sub("", text))
+                    self.errors.append(_tidy(text))
 
         def first_error(self) -> str:
             return self.errors[0] if self.errors else "it gave no reason."
 
     return Logger()
-
-
-def _monitor(trt: Any, send: Any) -> Any:
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        """Passes the builder's phases on."""
-
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-            self.steps: dict[str, int] = {}
-
-        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
-            self.steps[phase] = steps
-            if parent is None:
-                send("progress", phase=phase, step=0, of=steps)
-
-        def step_complete(self, phase: str, step: int) -> bool:
-            send("progress", phase=phase, step=step + 1, of=self.steps.get(phase, 0))
-            return True
-
-        def phase_finish(self, phase: str) -> None:
-            self.steps.pop(phase, None)
-
-    return Monitor()
 
 
 if __name__ == "__main__":

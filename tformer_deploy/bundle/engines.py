@@ -1,8 +1,8 @@
 """Engines beside a bundle's core: their sealed record ``engine.json``, found and verified without TensorRT.
 
-``<bundle>/engines/<flavour>-<version>-<target>/`` holds ``shared.engine`` (an executable plan) and ``engine.json``, which
-names the core that it was compiled from. A plan is executable: nothing may hand it to a runtime before
-:func:`require_engine` has compared it with its record.
+``<bundle>/engines/<flavour>-<version>-<target>-<dtype>-c<capacity>/`` holds ``shared.engine`` (an executable plan) and
+``engine.json``, which names the core that it was compiled from. A plan is executable: nothing may hand it to a runtime
+before :func:`require_engine` has compared it with its record.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ class EngineProfile:
         phase: ``decode`` has exactly one new token a row; ``prefill`` has several.
         batch: Least, expected and most rows.
         sequence: Least, expected and most new tokens a row.
-        kernels: Fused attention kernels by name, as the plan's bytes hold them; they sum to the number of layers.
+        plan_kernels: Fused attention kernels by name, as the plan's bytes hold them; they sum to the number of layers.
+        log_kernels: The same, as the builder's log lists them.
     """
 
     name: str
     phase: str
     batch: tuple[int, int, int]
     sequence: tuple[int, int, int]
-    kernels: dict[str, int]
+    plan_kernels: dict[str, int]
+    log_kernels: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class EngineRecord:
         capacity: Slots of every cache row.
         max_batch: Most rows.
         attentions: Attention layers; each profile has that many fused kernels.
+        cache_updates: Layers that write a cache in place.
+        graph_sha256: Hash of the graph that was compiled, its capacity fixed.
         profiles: In the plan's order.
         plan: Hash and size of ``shared.engine``.
         graph: The derived graphs, where the bundle has another dtype.
@@ -99,15 +103,22 @@ class EngineRecord:
     capacity: int
     max_batch: int
     attentions: int
+    cache_updates: int
+    graph_sha256: str
     profiles: tuple[EngineProfile, ...]
     plan: FileRecord
     graph: DerivedGraph | None
     schema: int = SCHEMA
 
     @property
+    def name(self) -> str:
+        """The name of the engine's folder."""
+        return f"{self.flavour}-{self.version}-{self.target}-{self.dtype}-c{self.capacity}"
+
+    @property
     def summary(self) -> str:
         """One line for a reader. An engine is never called verified: nothing here has run on a GPU."""
-        kernels = "; ".join(f"{p.name} {', '.join(f'{n} {k}' for k, n in sorted(p.kernels.items()))}" for p in self.profiles)
+        kernels = "; ".join(f"{p.name} {', '.join(f'{n} × {k}' for k, n in p.plan_kernels.items())}" for p in self.profiles)
         derived = f", graph cast to {self.dtype} and checked ({self.graph.checks} checks green)" if self.graph else ""
         return (
             f"{self.dtype}, capacity {self.capacity}, batch ≤ {self.max_batch}, GPUs {' '.join(self.compute_capabilities)}, "
@@ -136,11 +147,6 @@ class EngineEntry:
     record: EngineRecord | None
 
 
-def engine_folder(bundle: Bundle, flavour: str, version: str, target: str) -> Path:
-    """Where that engine lies."""
-    return bundle.path / ENGINES / f"{flavour}-{version}-{target}"
-
-
 def dump_record(record: EngineRecord) -> bytes:
     """Stable bytes with a seal over themselves: an edit or a torn write shows. No time and no host is in them."""
     fields = dataclasses.asdict(record)
@@ -163,7 +169,8 @@ def parse_record(data: bytes, place: str = SIDECAR) -> EngineRecord:
     if seal != _seal(raw):
         raise InputError(f"{place} is not as it was sealed: its content has sha256 {_seal(raw)}, its seal is {seal!r}.", REBUILD)
     record = _record(Fields(raw, place))
-    if [p.phase for p in record.profiles[:1]] != ["decode"] or any(sum(p.kernels.values()) != record.attentions for p in record.profiles):
+    proofs = [sum(kernels.values()) for p in record.profiles for kernels in (p.plan_kernels, p.log_kernels)]
+    if not proofs or any(count != record.attentions for count in proofs):
         raise InputError(f"{place} does not prove {record.attentions} fused attentions in each profile.", REBUILD)
     return record
 
@@ -189,7 +196,9 @@ def read_engine(bundle: Bundle, folder: Path) -> EngineRecord:
     return record
 
 
-def require_engine(bundle: Bundle, flavour: str, version: str, compute_capability: str | None = None) -> tuple[Path, EngineRecord]:
+def require_engine(
+    bundle: Bundle, flavour: str, version: str, compute_capability: str | None = None
+) -> tuple[Path, EngineRecord]:
     """The verified engine that a runtime may deserialise.
 
     Args:
@@ -215,9 +224,8 @@ def require_engine(bundle: Bundle, flavour: str, version: str, compute_capabilit
         elif record.version != version:
             reasons.append(f"{entry.folder} is for {flavour} {record.version}; {version} is installed.")
         elif compute_capability is not None and compute_capability not in record.compute_capabilities:
-            reasons.append(
-                f"{entry.folder} runs on compute capability {', '.join(record.compute_capabilities)}; this GPU has {compute_capability}."
-            )
+            made_for = ", ".join(record.compute_capabilities)
+            reasons.append(f"{entry.folder} runs on compute capability {made_for}; this GPU has {compute_capability}.")
         else:
             path = bundle.path / ENGINES / entry.folder
             return path, read_engine(bundle, path)
@@ -243,7 +251,12 @@ def _entry(bundle: Bundle, folder: Path) -> EngineEntry:
         return EngineEntry(folder.name, "?", "?", f"cannot be used: {fault}", fault, None)
     fault = None if record.core_sha256 == bundle.core_sha256 else _foreign(folder, bundle, record)
     return EngineEntry(
-        folder.name, record.flavour, record.version, record.summary if fault is None else f"cannot be used: {fault}", fault, record
+        folder.name,
+        record.flavour,
+        record.version,
+        record.summary if fault is None else f"cannot be used: {fault}",
+        fault,
+        record,
     )
 
 
@@ -252,8 +265,8 @@ def _read_record(bundle: Bundle, folder: Path, foreign: bool = False) -> EngineR
     if not folder.is_dir() or folder.is_symlink():
         raise InputError(f"{folder} is no folder of an engine.", _rebuild(bundle))
     record = parse_record(read_plain_file(folder / SIDECAR, _SIDECAR_LIMIT), str(folder / SIDECAR))
-    if folder.name != f"{record.flavour}-{record.version}-{record.target}":
-        raise InputError(f"{folder} holds the engine {record.flavour}-{record.version}-{record.target}.", _rebuild(bundle))
+    if folder.name != record.name:
+        raise InputError(f"{folder} holds the engine {record.name}.", _rebuild(bundle))
     path = folder / PLAN
     try:
         status = path.lstat()
@@ -292,6 +305,8 @@ def _record(fields: Fields) -> EngineRecord:
         capacity=fields.whole("capacity"),
         max_batch=fields.whole("max_batch"),
         attentions=fields.whole("attentions"),
+        cache_updates=fields.whole("cache_updates"),
+        graph_sha256=fields.sha256("graph_sha256"),
         profiles=tuple(_profile(p) for p in fields.objects("profiles")),
         plan=_file(fields.object("plan")),
         graph=None if fields.absent("graph") else _derived(fields.object("graph")),
@@ -307,7 +322,8 @@ def _profile(fields: Fields) -> EngineProfile:
         phase=fields.choice("phase", PHASES),
         batch=fields.range("batch"),
         sequence=fields.range("sequence"),
-        kernels=fields.counts("kernels"),
+        plan_kernels=fields.counts("plan_kernels"),
+        log_kernels=fields.counts("log_kernels"),
     )
     fields.finish()
     return profile

@@ -25,30 +25,35 @@ _EXCHANGE, _AT_FDCWD = 2, -100  # renameat2(2)
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, force: bool) -> Iterator[Path]:
+def new_folder(path: Path, force: bool, marker: str = "manifest.json") -> Iterator[Path]:
     """A sibling temporary folder that becomes ``path`` when the block ends without an error.
+
+    Args:
+        path: The folder to write.
+        force: Replace one that holds ``marker``.
+        marker: The file that says that a folder is one of ours.
 
     Raises:
         UsageError: ``path`` exists and ``force`` is not given, or it is no folder.
         StorageError: Another live process is writing ``path``.
     """
     path = Path(os.path.abspath(path))
-    refuse_existing(path, force)
+    refuse_existing(path, force, marker)
     path.parent.mkdir(parents=True, exist_ok=True)
     _clean_siblings(path)
     temporary, lock = _locked_sibling(path)
     try:
         yield temporary
         _sync_tree(temporary)
-        _replace(temporary, path, force)
+        _replace(temporary, path, force, marker)
     finally:
         # After an exchange this is the old bundle; after an error the unfinished one.
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
 
 
-def refuse_existing(path: Path, force: bool) -> None:
-    """Refuses an output path that would lose something: only an empty folder, or with ``force`` a bundle, is replaced."""
+def refuse_existing(path: Path, force: bool, marker: str = "manifest.json") -> None:
+    """Refuses an output path that would lose something: only an empty folder, or with ``force`` one of ours, is replaced."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -58,10 +63,10 @@ def refuse_existing(path: Path, force: bool) -> None:
     if any(path.iterdir()):
         if not force:
             raise UsageError(f"The output {path} exists.", "Give --force to replace it, or name another path.")
-        if not (path / "manifest.json").exists():
+        if not (path / marker).exists():
             raise UsageError(
-                f"The output {path} holds files and no manifest.json, so it is no bundle.",
-                "Name another path; --force replaces bundles only.",
+                f"The output {path} holds files and no {marker}, so this tool did not write it.",
+                "Name another path; --force replaces only what this tool wrote.",
             )
 
 
@@ -151,9 +156,9 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _replace(temporary: Path, path: Path, force: bool) -> None:
+def _replace(temporary: Path, path: Path, force: bool, marker: str) -> None:
     """Gives the finished folder its name; what was there lies at ``temporary`` then, or is gone."""
-    refuse_existing(path, force)
+    refuse_existing(path, force, marker)
     if not path.exists():
         temporary.rename(path)
     elif not _exchange(temporary, path):

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from tformer_deploy import api
 from tformer_deploy.config import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tformer_deploy.bundle.engines import EngineRecord
     from tformer_deploy.config import DType
+    from tformer_deploy.exporters.tensorrt import BuiltEngine
 
 
 @click.command("build-engine", short_help="Compile a bundle with TensorRT; fused attention is proven.")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--flavour", type=click.Choice(["auto", "rtx", "tensorrt"]), default="auto", show_default=True)
-@click.option("--layout", type=click.Choice(["shared"]), default="shared", show_default=True, help="shared: one plan for both phases.")
-@click.option("--dtype", type=click.Choice(DTYPES), default=None, help="The bundle's where absent; another one is derived and checked first.")
-@click.option("--capacity", type=click.IntRange(2), default=None, help="Cache slots of a row; max_length, at most 4096, where absent.")
+@click.option(
+    "--layout", type=click.Choice(["shared"]), default="shared", show_default=True, help="shared: one plan for both phases."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default=None,
+    help="The bundle's where absent; another one is derived and checked first.",
+)
+@click.option(
+    "--capacity", type=click.IntRange(2), default=None, help="Cache slots of a row; max_length, at most 4096, where absent."
+)
 @click.option("--max-batch", type=click.IntRange(1, 4096), default=8, show_default=True, help="Rows at most.")
-@click.option("--prompt-bucket", "buckets", type=click.IntRange(2), multiple=True, help="Largest prompt of a prefill profile; repeatable.")
+@click.option(
+    "--prompt-bucket", "buckets", type=click.IntRange(2), multiple=True, help="Largest prompt of a prefill profile; repeatable."
+)
 @click.option("--target", "targets", multiple=True, help="Compute capability, for instance 8.9 (rtx only); repeatable.")
 @click.option("--force", is_flag=True, help="Replace an engine of the same name.")
 @click.option("--json", "as_json", is_flag=True, help="Print the engine's record as one JSON object.")
@@ -41,48 +52,73 @@ def command(
     The engine is kept only when every attention of every profile became a fused kernel.
     """
     with _Bar() as bar:
-        record: EngineRecord = api.build_engine(
+        built: BuiltEngine = api.build_engine(
             bundle, flavour=flavour, layout=layout, dtype=dtype, capacity=capacity, max_batch=max_batch, prompt_buckets=buckets,
-            targets=targets, force=force, on_progress=bar,
+            targets=targets, force=force, on_progress=bar.update,
         )  # fmt: skip
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(record), sort_keys=True))
-        return
-    click.echo(f"{bundle / 'engines' / record.folder / record.file}")
-    click.echo(f"  {record.flavour} {record.version}, {', '.join(record.targets)}: {record.dtype}, capacity {record.capacity}, "
-               f"up to {record.max_batch} rows, {record.size / 2**20:.1f} MiB")  # fmt: skip
-    for profile in record.profiles:
-        kernels = ", ".join(f"{n} × {kernel}" for kernel, n in profile.plan_kernels.items())
-        low, _, high = profile.sequence
-        click.echo(f"  {profile.name}: S {low}…{high}, {record.attentions} attentions fused: {kernels}")
-    click.echo(f"Status: {record.status}")
+        figures = {"path": str(built.path), "build_s": built.build_s, "peak_mib": built.peak_mib}
+        click.echo(json.dumps(dataclasses.asdict(built.record) | figures, sort_keys=True))
+    else:
+        _render(built, Console())
+
+
+def _render(built: BuiltEngine, console: Console) -> None:
+    record = built.record
+    table = Table(
+        "profile", "rows", "new tokens a row", "fused attention (plan)", "fused attention (log)",
+        title=f"{record.flavour} {record.version}, {record.dtype}, capacity {record.capacity}", title_justify="left",
+    )  # fmt: skip
+    for p in record.profiles:
+        table.add_row(p.name, _range(p.batch), _range(p.sequence), _kernels(p.plan_kernels), _kernels(p.log_kernels))
+    console.print(f"{built.path}", soft_wrap=True, highlight=False, markup=False)
+    console.print(table)
+    console.print(f"GPUs: compute capability {', '.join(record.compute_capabilities)}", highlight=False)
+    console.print(
+        f"{record.plan.size / 2**20:.1f} MiB, built in {built.build_s:.1f} s, builder's peak {built.peak_mib:,.0f} MiB",
+        highlight=False,
+    )
+    if record.graph is not None:
+        console.print(
+            f"{record.dtype} graph beside the engine: {record.graph.checks} checks against the fp32 one on ONNX Runtime, none red"
+        )
+        for note in record.graph.notes:
+            console.print(f"Note: {note}", highlight=False, markup=False)
+    console.print(f"Built, {record.attentions} fused attentions proven in each profile, not executed: no GPU ran it.")
+
+
+def _range(values: tuple[int, int, int]) -> str:
+    low, _, high = values
+    return str(low) if low == high else f"{low} … {high}"
+
+
+def _kernels(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n} × {kernel}" for kernel, n in counts.items())
 
 
 class _Bar:
-    """The builder's phases as a bar on a terminal, as plain lines elsewhere; always on stderr."""
+    """The builder's progress as a bar on a terminal, as plain lines elsewhere; always on stderr."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True)
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), console=self.console
-        )  # fmt: skip
-        self.tasks: dict[str, TaskID] = {}
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=self.console, transient=True)
+        self.task = self.progress.add_task("preparing", total=1.0)
+        self.started, self.said, self.tenth = time.perf_counter(), "", -1
 
-    def __enter__(self) -> Callable[[str, int, int], None]:
+    def __enter__(self) -> _Bar:
         if self.console.is_terminal:
             self.progress.start()
-        return self.update
+        return self
 
     def __exit__(self, *exc: object) -> None:
         if self.console.is_terminal:
             self.progress.stop()
 
-    def update(self, phase: str, step: int, of: int) -> None:
-        if not self.console.is_terminal:
-            if phase not in self.tasks:
-                self.tasks[phase] = TaskID(len(self.tasks))
-                click.echo(f"… {phase}", err=True)
-            return
-        if phase not in self.tasks:
-            self.tasks[phase] = self.progress.add_task(phase, total=of or None)
-        self.progress.update(self.tasks[phase], completed=step)
+    def update(self, phase: str, done: float) -> None:
+        """Shows the phase, and the fraction of the engine that is done; off a terminal, a line a tenth."""
+        if self.console.is_terminal:
+            self.progress.update(self.task, description=phase, completed=done)
+        elif int(done * 10) > self.tenth or (not done and phase != self.said):
+            self.said, self.tenth = phase, int(done * 10)
+            click.echo(f"[{time.perf_counter() - self.started:6.1f} s] {done:4.0%} {phase}", err=True)
