@@ -128,12 +128,12 @@ class OnnxRuntimeBackend:
         binding = session.io_binding()
         for name, array in inputs.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(array, dtype=np.int64))
+        binding.bind_output(LOGITS)  # first: get_outputs() keeps the order of binding
         n = self.config.n_layers
         # The same buffer as past and present: TensorScatter then writes in place.
         for past, present, value in zip(cache_names(n, "past_key_values"), cache_names(n, "present"), cache.values, strict=True):
             binding.bind_ortvalue_input(past, value)
             binding.bind_ortvalue_output(present, value)
-        binding.bind_output(LOGITS)
         session.run_with_iobinding(binding)
         logits: NDArray[np.float32] = binding.get_outputs()[0].numpy()
         return logits
