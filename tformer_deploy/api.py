@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tformer_deploy.errors import CapabilityError, InputError, TformerError
+from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,14 +90,17 @@ def check_in_child(bundle: Path, checkpoint: Path) -> None:
         TformerError: It could not run.
     """
     command = [sys.executable, "-m", "tformer_deploy.cli", "check", str(bundle), "--checkpoint", str(checkpoint)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
     if done.returncode == 1 and done.stdout:
-        raise ParityError(f"The exported graphs differ from PyTorch; no bundle is kept.\n{done.stdout.rstrip()}", _RED)
+        raise ParityError(
+            f"The exported graphs differ from PyTorch; no bundle is kept.\n{done.stdout.rstrip()}",
+            "Export again with --no-check and run `tformer-deploy check` to look at it.",
+        )
     if done.returncode:
-        raise InputError(f"The check of the new bundle ended with exit code {done.returncode}; no bundle is kept.\n{done.stderr.rstrip()}")
-
-
-_RED = "Export again with --no-check and run `tformer-deploy check` to look at it."
+        kinds: dict[int, type[TformerError]] = {e.exit_code: e for e in (CapabilityError, StorageError, ResourceError)}
+        end = f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+        error = ResourceError if done.returncode == -signal.SIGKILL else kinds.get(done.returncode, InputError)
+        raise error(f"The check of the new bundle ended with {end}; no bundle is kept.\n{done.stderr.rstrip()}")
 
 
 def load(module: str, extra: str) -> Any:
@@ -110,4 +114,6 @@ def load(module: str, extra: str) -> Any:
     except ModuleNotFoundError as e:
         if (e.name or "").startswith("tformer_deploy"):
             raise
-        raise CapabilityError(f"The Python package {e.name} is not installed.", f"pip install 'tformer-deploy[{extra}]'") from None
+        raise CapabilityError(
+            f"The Python package {e.name} is not installed.", f"pip install 'tformer-deploy[{extra}]'"
+        ) from None

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tformer_deploy.bundle.manifest import MANIFEST, WEIGHTS, FileRecord, Manifest, Source, TensorRecord
-from tformer_deploy.bundle.manifest_io import dump_manifest
+from tformer_deploy.bundle.manifest_io import dump_manifest, parse_manifest
 from tformer_deploy.bundle.signature import PHASES
 from tformer_deploy.bundle.verify import hash_file
 from tformer_deploy.bundle.writer import new_folder, refuse_existing, write_file
-from tformer_deploy.errors import InputError, UsageError
+from tformer_deploy.errors import InputError, StorageError, UsageError
 from tformer_deploy.exporters.onnx.graph import build_graph, save_graph
 from tformer_deploy.exporters.onnx.lint import require_clean
-from tformer_deploy.exporters.onnx.weights import bundle_tensors, write_weights
+from tformer_deploy.exporters.onnx.weights import bundle_tensors, weights_size, write_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tformer_deploy.checkpoints import Checkpoint
     from tformer_deploy.config import DType, ModelConfig
+    from tformer_deploy.exporters.onnx.source import ExportSource
 
 _VERSIONED = ("tformer-deploy", "torch", "onnx", "onnx-ir", "onnxscript")
 
 
 def export_bundle(
-    checkpoint: Checkpoint,
+    checkpoint: ExportSource,
     path: str | Path,
     *,
     dtype: DType = "fp32",
@@ -42,7 +44,7 @@ def export_bundle(
     """Writes a bundle; nothing appears at ``path`` before it is complete.
 
     Args:
-        checkpoint: What ``checkpoints.open_checkpoint`` returns.
+        checkpoint: What ``checkpoints.open_checkpoint`` returns, or anything like it.
         path: The bundle's folder.
         dtype: dtype of weights and caches.
         max_length: Bound on prompt + completion, at most the checkpoint's; its own where None.
@@ -62,6 +64,7 @@ def export_bundle(
         _refuse_overlap(path, Path(checkpoint.path))
     config = _bounded(checkpoint.config, max_length)
     with new_folder(path, force) as folder:
+        _require_space(folder, weights_size(checkpoint.config, dtype))
         say("weights")
         tensors, weights = write_weights(folder / WEIGHTS, bundle_tensors(checkpoint, dtype))
         build_id = _build_id(config, dtype, weights)
@@ -74,7 +77,9 @@ def export_bundle(
         for name, data in checkpoint.assets().items():
             write_file(folder / name, data)
             files[name] = FileRecord(hashlib.sha256(data).hexdigest(), len(data))
-        write_file(folder / MANIFEST, dump_manifest(_manifest(checkpoint, config, dtype, files, tensors)))
+        manifest = dump_manifest(_manifest(checkpoint, config, dtype, files, tensors))
+        parse_manifest(manifest)  # refuses, for instance, an end-of-text id outside the vocabulary
+        write_file(folder / MANIFEST, manifest)
         if verify is not None:
             say("check")
             verify(folder)
@@ -82,7 +87,7 @@ def export_bundle(
 
 
 def _manifest(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: DType, files: dict[str, FileRecord], tensors: dict[str, TensorRecord]
+    checkpoint: ExportSource, config: ModelConfig, dtype: DType, files: dict[str, FileRecord], tensors: dict[str, TensorRecord]
 ) -> Manifest:
     return Manifest(
         config=checkpoint.config,
@@ -103,7 +108,8 @@ def _bounded(config: ModelConfig, max_length: int | None) -> ModelConfig:
         return config
     if not 1 <= max_length <= config.max_length:
         raise UsageError(
-            f"--max-length is {max_length}; this checkpoint holds 1 to {config.max_length} positions.", "Choose a number in that range."
+            f"--max-length is {max_length}; this checkpoint holds 1 to {config.max_length} positions.",
+            "Choose a number in that range.",
         )
     return replace(config, max_length=max_length)
 
@@ -113,9 +119,20 @@ def _build_id(config: ModelConfig, dtype: DType, weights: FileRecord) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _require_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise StorageError(
+            f"{folder.parent} has {free / 2**20:.1f} MiB free; the weights need {needed / 2**20:.1f} MiB.",
+            "Free some space, or name an output path on another disk.",
+        )
+
+
 def _refuse_overlap(path: Path, source: Path) -> None:
-    output, given = path.resolve(), source.resolve()
+    output, given = Path(os.path.realpath(path)), Path(os.path.realpath(source))
     if output == given or given in output.parents or output in given.parents:
-        raise UsageError(f"The output {path} and the checkpoint {source} lie inside one another.", "Name an output path elsewhere.")
+        raise UsageError(
+            f"The output {path} and the checkpoint {source} lie inside one another.", "Name an output path elsewhere."
+        )
     if not source.exists():
         raise InputError(f"The checkpoint {source} is not there.")

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
     from tformer_deploy.config import DType, ModelConfig
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int64": torch.int64}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int64": torch.int64,
+}
 # Sizes seen while tracing; all different, so that no two dims are taken for one.
 _EXAMPLE = {"batch": 2, "sequence": 5, "num_logits": 3, "capacity": 48}
 # Optimiser limits: shapes and scalars are folded, weights are not.
@@ -40,8 +45,9 @@ class _Phase(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         n_leading = 2 if self.phase == "prefill" else 3
         leading, past = inputs[:n_leading], inputs[n_leading:]
-        step = self.decoder.prefill if self.phase == "prefill" else self.decoder.decode
-        return step(*leading, past)
+        if self.phase == "prefill":
+            return self.decoder.prefill(leading[0], leading[1], past)
+        return self.decoder.decode(leading[0], leading[1], leading[2], past)
 
 
 def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[str, TensorRecord], build_id: str) -> ir.Model:
@@ -64,6 +70,7 @@ def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[s
             torch.zeros([_EXAMPLE[d] if isinstance(d, str) else d for d in i.dims], dtype=TORCH_DTYPES[i.dtype]) for i in inputs
         )
     dims = {name: torch.export.Dim(name, min=1, max=2**31 - 1) for name in _EXAMPLE}
+    dynamic = tuple({axis: dims[d] for axis, d in enumerate(i.dims) if isinstance(d, str)} for i in inputs)
     with _quiet_tracer():
         program = torch.onnx.export(
             model,
@@ -73,7 +80,7 @@ def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[s
             optimize=False,
             verbose=False,
             custom_translation_table=TRANSLATION,
-            dynamic_shapes={"inputs": tuple({axis: dims[d] for axis, d in enumerate(i.dims) if isinstance(d, str)} for i in inputs)},
+            dynamic_shapes={"inputs": dynamic},
             input_names=[i.name for i in inputs],
             output_names=[o.name for o in graph_outputs(config, dtype)],
         )
@@ -112,7 +119,7 @@ def _take_weights(model: ir.Model, tensors: dict[str, TensorRecord]) -> dict[str
             continue  # a small constant that tracing made
         record, const = tensors[parameter], value.const_value
         assert const is not None
-        shape = ir.Shape(const.shape)
+        shape = ir.Shape(const.shape.numpy())
         assert tuple(shape.numpy()) == record.shape, (parameter, shape, record.shape)
         weights[parameter] = ir.ExternalTensor(
             WEIGHTS, record.offset, record.size, const.dtype, shape=shape, name=parameter, base_dir=""

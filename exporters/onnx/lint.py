@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # Positions of Attention's inputs and TensorScatter's cache.
 _MASK, _FIRST_PAST, _NONPAD = 3, 4, 6
+_NORMS = ("LayerNormalization", "RMSNormalization")
+# Shapes, scalars and the like; anything larger is a weight, and belongs to both graphs.
+_CONSTANT_BYTES = 64 * 1024
 
 
 def require_clean(model: ir.Model, config: ModelConfig, dtype: DType, phase: Phase) -> None:
@@ -42,24 +45,35 @@ def bundle_faults(bundle: Bundle) -> list[str]:
 
 def graph_faults(model: ir.Model, config: ModelConfig, dtype: DType, phase: Phase) -> Iterator[str]:
     """What a runtime would refuse or mis-read, a sentence each."""
-    if model.opset_imports.get("") != OPSET:
-        yield f"opset is {model.opset_imports.get('')}; expected {OPSET}."
+    if model.opset_imports != {"": OPSET}:
+        yield f"opsets are {dict(model.opset_imports)}; expected {OPSET} of the standard domain alone."
+    if model.functions:
+        yield f"it has {len(model.functions)} local functions; expected none."
     yield from _signature_faults(model.graph, config, dtype, phase)
-    attentions = 0
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.domain not in ("", "ai.onnx"):
             yield f"{_place(node)} is of the domain {node.domain}; only standard operators are portable."
         if node.op_type == "Attention":
-            attentions += 1
             yield from _attention_faults(node, phase)
-        if node.op_type == "Transpose" and node.inputs[0] is not None and node.inputs[0].is_initializer():
-            yield f"{_place(node)} transposes the initializer {node.inputs[0].name}; store it transposed."
+        if node.op_type == "Transpose" and (table := node.inputs[0]) is not None and table.is_initializer():
+            yield f"{_place(node)} transposes the initializer {table.name}; store it transposed."
+        if node.op_type in _NORMS and node.attributes.get_int("stash_type", 1) != 1:
+            yield f"{_place(node)} does not compute in fp32; expected stash_type 1."
+    attentions = sum(node.op_type == "Attention" for node in model.graph)
     if attentions != config.n_layers:
         yield f"there are {attentions} Attention nodes; expected {config.n_layers}, one a layer."
     yield from _cache_faults(model.graph)
-    for name, value in model.graph.initializers.items():
-        if isinstance(value.const_value, ir.ExternalTensor) and str(value.const_value.location) != WEIGHTS:
-            yield f"initializer {name} lies in {str(value.const_value.location)!r}; expected {WEIGHTS}."
+    yield from _weight_faults(model.graph)
+
+
+def _weight_faults(graph: ir.Graph) -> Iterator[str]:
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            if str(tensor.location) != WEIGHTS:
+                yield f"initializer {name} lies in {str(tensor.location)!r}; expected {WEIGHTS}."
+        elif tensor is None or tensor.nbytes > _CONSTANT_BYTES:
+            yield f"initializer {name} lies in the graph itself; expected {WEIGHTS}."
 
 
 def _place(node: ir.Node) -> str:
@@ -96,11 +110,16 @@ def _cache_faults(graph: ir.Graph) -> Iterator[str]:
             continue
         producer = output.producer()
         if producer is None or producer.op_type != "TensorScatter":
-            yield f"{name} comes from {producer.op_type if producer else 'nothing'}; expected TensorScatter, so that the cache is updated in place."
+            kind = producer.op_type if producer else "nothing"
+            yield f"{name} comes from {kind}; expected TensorScatter, which updates the cache in place."
             continue
-        cache = producer.inputs[0]
-        if cache not in inputs or str(cache.name if cache else "") != name.replace("present.", "past_key_values."):
-            yield f"{name} is written over {cache.name if cache else None}; expected the input {name.replace('present.', 'past_key_values.')}."
+        cache, past = producer.inputs[0], name.replace("present.", "past_key_values.")
+        if cache is None or cache not in inputs or cache.name != past:
+            yield f"{name} is written over {cache.name if cache else None}; expected the input {past}."
+        elif others := [u.node for u in cache.uses() if u.node is not producer and u.node.op_type != "Shape"]:
+            yield f"{past} is read by {_place(others[0])} too, though TensorScatter overwrites it in place."
+        if producer.attributes.get_int("axis", -2) not in (2, -2):
+            yield f"{name} is written along axis {producer.attributes.get_int('axis', -2)}; expected the capacity, axis 2."
         if producer.attributes.get_string("mode", "linear") != "linear":
             yield f"{name} is written in circular mode, which TensorRT refuses."
 

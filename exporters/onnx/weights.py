@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Protocol
+import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tformer_deploy.bundle.manifest import FileRecord, TensorRecord
+from tformer_deploy.bundle.tensor_table import ALIGNMENT, ROPE, expected_tensors
 from tformer_deploy.errors import InputError
 from tformer_deploy.reference.decoder import rope_frequencies
 
@@ -17,23 +19,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tformer_deploy.config import DType, ModelConfig
+    from tformer_deploy.exporters.onnx.source import ExportSource
 
-ALIGNMENT = 4096  # a page, so that every tensor can be mapped by itself
-ROPE = "rope.frequencies"
 _TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class WeightSource(Protocol):
-    """What a checkpoint provides (checkpoints/checkpoint.py)."""
-
-    config: ModelConfig
-    tensors: dict[str, object]
-
-    def read(self, name: str) -> Tensor:
-        """One tensor in our form."""
+def weights_size(config: ModelConfig, dtype: DType) -> int:
+    """Bytes that ``weights.bin`` will have, at most one page more."""
+    width = 4 if dtype == "fp32" else 2
+    return sum(-(-math.prod(shape) * width // ALIGNMENT) * ALIGNMENT for shape in expected_tensors(config).values())
 
 
-def bundle_tensors(source: WeightSource, dtype: DType) -> Iterator[tuple[str, str, Tensor]]:
+def bundle_tensors(source: ExportSource, dtype: DType) -> Iterator[tuple[str, str, Tensor]]:
     """Every tensor as the bundle holds it: (name, dtype name, tensor), in the order of the file.
 
     Raises:
@@ -79,7 +76,7 @@ def write_weights(
 
         for name, dtype, tensor in tensors:
             put(b"\0" * (-position % ALIGNMENT))
-            data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            data = tensor.view(-1).view(torch.uint8).numpy().data
             records[name] = TensorRecord(position, len(data), tuple(tensor.shape), dtype)
             put(data)
             if on_tensor is not None:

@@ -17,7 +17,9 @@ from tformer_deploy.config import DTYPES, DType
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The bundle's folder.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="fp32", show_default=True, help="dtype of weights and caches.")
-@click.option("--max-length", type=click.IntRange(1), default=None, help="Bound on prompt + completion; the checkpoint's where absent.")
+@click.option(
+    "--max-length", type=click.IntRange(1), default=None, help="Bound on prompt + completion; the checkpoint's where absent."
+)
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare with PyTorch before the bundle appears.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
