@@ -39,16 +39,16 @@ def greedy(session: Session, rows: list[list[int]], steps: int) -> list[list[int
 
 def test_stories260k_when_decoded_greedily_then_gives_the_200_published_ids(sessions, shared_models):
     golden = json.loads((shared_models / "stories260k" / "golden_llama2c_test_all.json").read_text())["ids"]
-    assert len(golden) == 200
-    assert greedy(sessions("stories260k"), [[1]], 199) == [golden]
+    assert len(golden) == 201  # the prompt and 200 generated
+    assert greedy(sessions("stories260k"), [[1]], 200) == [golden]
 
 
 def test_stories260k_when_in_a_batch_of_mixed_lengths_then_every_row_gives_the_published_ids(sessions, shared_models):
     golden = json.loads((shared_models / "stories260k" / "golden_llama2c_test_all.json").read_text())["ids"]
     # Prefixes of the golden itself: each row must go on with it, whatever stands beside it.
     lengths = [1, 7, 2, 61, 23]
-    rows = greedy(sessions("stories260k"), [golden[:n] for n in lengths], 139)
-    assert [row[:139] for row in rows] == [golden[:139]] * len(lengths)
+    rows = greedy(sessions("stories260k"), [golden[:n] for n in lengths], 140)
+    assert [row[:141] for row in rows] == [golden[:141]] * len(lengths)
     assert rows[3] == golden
 
 
