@@ -44,12 +44,14 @@ class BundleSource:
         records = sorted(manifest.tensors.items(), key=lambda item: item[1].offset)
         self.tensors = {name: record for name, record in records if name != _ROPE}
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor."""
         array = self._bundle.tensor(name)
         if array.dtype.name == "bfloat16":
-            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-        return torch.from_numpy(array)
+            tensor = torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(array)
+        return tensor if dtype is None else tensor.to(dtype)
 
     def sha256(self) -> str:
         """The checkpoint that the bundle itself came from."""

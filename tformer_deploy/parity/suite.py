@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from tformer_deploy.parity.plan import Plan
 
 Array = "NDArray[np.float32]"
-# Larger than any score, and finite in the cache's dtype.
-_POISON = {"fp32": 1e30, "fp16": 6e4, "bf16": 1e30}
+# Far larger than a real key or value. In fp16 a score is a sum of products that must itself stay below 65504, or it is
+# infinite before the mask is applied: no slot that a row ever held can do that where its own scores were finite.
+_POISON = {"fp32": 1e30, "fp16": 64.0, "bf16": 1e30}
 
 
 class Comparison:
