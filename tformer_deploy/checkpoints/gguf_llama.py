@@ -40,7 +40,7 @@ def open_gguf(path: Path, max_length: int | None) -> Checkpoint:
     """
     file = GgufFile(path)
     architecture = file.metadata.get("general.architecture")
-    if architecture not in GGUF_FAMILIES:
+    if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
         raise InputError(
             f"{escaped(path.name)}: general.architecture is {architecture!r:.80}; supported are {', '.join(GGUF_FAMILIES)}.",
             "Use a model of one of these families.",

@@ -53,10 +53,9 @@ class _Vocabulary:
         InputError: A list is missing, of the wrong length or type, or a token comes twice.
     """
 
-    def __init__(self, file: GgufFile, vocab_size: int) -> None:
+    def __init__(self, file: GgufFile) -> None:
         self.place = escaped(file.path.name)
         self._data = file.metadata
-        self.vocab_size = vocab_size
         self.tokens: list[str] = self.array("tokens", str, None)
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
@@ -109,10 +108,10 @@ def read_gguf_tokens(file: GgufFile, vocab_size: int) -> Tokens:
     """
     if "tokenizer.ggml.model" not in file.metadata:
         return Tokens(warnings=("The file has no tokenizer; only token ids can be run.",))
-    vocabulary = _Vocabulary(file, vocab_size)
-    kind = vocabulary.text("ggml.model")
-    if kind not in _KINDS:
-        raise InputError(f"{vocabulary.place}: tokenizer.ggml.model is {kind!r}; supported are {', '.join(_KINDS)}.", _OTHER)
+    kind, place = file.metadata["tokenizer.ggml.model"], escaped(file.path.name)
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise InputError(f"{place}: tokenizer.ggml.model is {kind!r:.80}; supported are {', '.join(_KINDS)}.", _OTHER)
+    vocabulary = _Vocabulary(file)
     tokenizer, adds_bos = _KINDS[kind](vocabulary)
     _add_tokens(tokenizer, vocabulary)
     named = {key: vocabulary.token(f"{key}_token_id") for key in ("bos", "eos", "unknown", "padding")}
@@ -138,7 +137,7 @@ def read_gguf_tokens(file: GgufFile, vocab_size: int) -> Tokens:
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """GPT-2's kind: bytes as printable characters, merges stored."""
     name, known = vocabulary.text("ggml.pre"), _pre_tokenizers()
-    if name not in known:
+    if name is None or name not in known:
         raise InputError(f"{vocabulary.place}: tokenizer.ggml.pre is {name!r}; supported are {', '.join(known)}.", _OTHER)
     pre = known[name]
     merges = []

@@ -34,7 +34,7 @@ def parse_json(content: bytes, place: str) -> Any:
         )
     except json.JSONDecodeError as error:
         offset = len(text[: error.pos].encode("utf-8"))
-        what = f"is not JSON: {error.msg} at byte {offset}" if text.strip() else "is empty (byte 0)"
+        what = f"is not JSON: {error.msg.removesuffix(' at')} at byte {offset}" if text.strip() else "is empty (byte 0)"
         raise InputError(f"{place} {what}.", _HINT) from None
     except RecursionError:
         raise InputError(f"{place} nests objects or lists too deeply.", _HINT) from None
@@ -84,15 +84,16 @@ class _Hooks:
         return result
 
     def constant(self, word: str) -> _Number:
-        self.refused = f"holds {word}, which is not a JSON number"
-        return _Number(word)
+        number = _Number(word)
+        self.refused = f"holds {number.word}; expected a finite number"
+        return number
 
     def float(self, word: str) -> _Number | float:
         value = float(word)
         return value if math.isfinite(value) else self.constant(word)
 
     def int(self, word: str) -> _Number | int:
-        return int(word) if len(word) <= _DIGITS else self.constant(_Number(word).word)
+        return int(word) if len(word) <= _DIGITS else self.constant(word)
 
 
 def _refuse_surrogates(value: Any, place: str) -> None:
