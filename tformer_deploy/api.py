@@ -59,7 +59,7 @@ def export(
                 path, bundle_path, dtype=dtype, max_length=max_length, check=check, force=force, on_progress=on_progress
             )
     exporter, checkpoints = load("tformer_deploy.exporters.onnx", "export"), load("tformer_deploy.checkpoints", "export")
-    checkpoint = checkpoints.open_checkpoint(decoder_or_path)
+    checkpoint = checkpoints.open_checkpoint(decoder_or_path, max_length)
     verify = (lambda folder: check_in_child(folder, Path(decoder_or_path))) if check else None
     written: Path = exporter.export_bundle(
         checkpoint, bundle_path, dtype=dtype, max_length=max_length, force=force, verify=verify, on_progress=on_progress

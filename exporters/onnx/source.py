@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import torch
     from torch import Tensor
 
     from tformer_deploy.config import ModelConfig
@@ -48,8 +49,8 @@ class ExportSource(Protocol):
     def tensors(self) -> Mapping[str, object]:
         """Names of all parameters, in the order of ``Decoder.named_parameters()``."""
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, contiguous, in the source's own dtype."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor, contiguous, in ``dtype`` or the source's own; the caller keeps no more than one."""
 
     def sha256(self) -> str:
         """Hash over the source's files."""

@@ -34,26 +34,25 @@ def bundle_tensors(source: ExportSource, dtype: DType) -> Iterator[tuple[str, st
     """Every tensor as the bundle holds it: (name, dtype name, tensor), in the order of the file.
 
     Raises:
-        InputError: A finite value leaves the range of ``dtype``.
+        InputError: A value is not finite in ``dtype``.
     """
     for name in source.tensors:
-        yield name, dtype, cast(name, source.read(name), dtype)
+        tensor = source.read(name, _TORCH[dtype])
+        _refuse_infinite(name, tensor, dtype)
+        yield name, dtype, tensor
+        del tensor  # before the next one is read
     if source.config.rope is not None:
         yield ROPE, "fp32", rope_frequencies(source.config)
 
 
-def cast(name: str, tensor: Tensor, dtype: DType) -> Tensor:
-    """``tensor`` in ``dtype``; a finite value that becomes infinite is refused."""
-    result = tensor.to(_TORCH[dtype])
-    if dtype == "fp16" and tensor.dtype != torch.float16 and not torch.isfinite(result).all():
-        # aminmax makes no temporaries as large as the tensor.
-        low, high = (float(x) for x in torch.aminmax(tensor.float()))
-        largest = high if abs(high) > abs(low) else low
+def _refuse_infinite(name: str, tensor: Tensor, dtype: DType) -> None:
+    low, high = (float(x) for x in torch.aminmax(tensor))  # makes nothing as large as the tensor; NaN comes through
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise InputError(
-            f"Tensor {name} has the value {largest:.6g}; fp16 ends at ±65504.",
-            "Export with --dtype bf16 or --dtype fp32.",
+            f"Tensor {name} is not finite in {dtype}: its values go from {low} to {high}"
+            + ("; fp16 ends at ±65504." if dtype == "fp16" else "."),
+            "Export with --dtype bf16 or --dtype fp32." if dtype == "fp16" else "Use an undamaged checkpoint.",
         )
-    return result.contiguous()
 
 
 def write_weights(
