@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from tformer_deploy.backends import open_session
+from tformer_deploy.backends.torch import bundle_backend
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.bundle.engines import DerivedGraph
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.onnx import export_bundle
+from tformer_deploy.parity import own_lines
 from tformer_deploy.parity.metrics import margin_of
 from tformer_deploy.parity.oracle import Oracle
 from tformer_deploy.parity.plan import Plan, make_plan
@@ -108,7 +110,12 @@ def _compare(bundle: Bundle, derived: Bundle, dtype: DType) -> tuple[list[Check]
     oracle = ask_session(open_session(bundle, backend="onnxruntime"), plan)
     gc.collect()
     backend = open_session(derived, backend="onnxruntime").backend
-    return Comparison(backend, dtype, plan, oracle).all(), backend.notes
+    checks, notes = Comparison(backend, dtype, plan, oracle).all(), backend.notes
+    if any(c.verdict == "red" for c in checks):
+        lines, note = own_lines(bundle_backend(bundle).decoder, dtype, plan, oracle)
+        if note:
+            checks, notes = Comparison(backend, dtype, plan, oracle, lines).all(), (*notes, note)
+    return checks, notes
 
 
 def ask_session(session: Session, plan: Plan) -> Oracle:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tformer_deploy.backends import open_session
-from tformer_deploy.backends.torch import bundle_backend
+from tformer_deploy.backends.torch import TorchBackend, bundle_backend
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.checkpoints import Checkpoint, open_checkpoint
 from tformer_deploy.parity.gates import GATES, Check, Gates
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # What float32 itself may be away from float64, times this, is the line of a deep or hot model.
 _HOT = 4.0
+# What PyTorch's own half precision is away from its float32, times this, is the line of such a model in that dtype.
+_HALF = 2.0
 
 
 def check_bundle(
@@ -70,11 +72,12 @@ def check_bundle(
     notes += backend.notes
     if checkpoint is None or checkpoint.config.vocab_size == bundle.manifest.config.vocab_size:
         found = Comparison(backend, bundle.manifest.dtype, plan, oracle).all(on_progress)
-        if bundle.manifest.dtype == "fp32" and any(c.verdict == "red" for c in found):
-            lines, note = hot_lines(_reference(bundle, checkpoint), plan, oracle)
+        if any(c.verdict == "red" for c in found):
+            on_progress("PyTorch's own rounding")
+            lines, note = own_lines(_reference(bundle, checkpoint), bundle.manifest.dtype, plan, oracle)
             if note:
                 notes.append(note)
-                found = Comparison(backend, "fp32", plan, oracle, lines).all(on_progress)
+                found = Comparison(backend, bundle.manifest.dtype, plan, oracle, lines).all(on_progress)
         checks += found
     return Report(
         bundle=str(bundle_path),
@@ -89,11 +92,55 @@ def check_bundle(
     )
 
 
-def compare_with_decoder(decoder: Decoder, bundle: Bundle, dtype: DType, suite: Suite = "quick") -> list[Check]:
-    """The value checks of a bundle on ONNX Runtime against a given reference, with the gates of ``dtype``."""
-    plan = make_plan(bundle.manifest.config, bundle.manifest.max_length, suite)
-    oracle = ask(decoder, plan)
-    return Comparison(open_session(bundle, backend="onnxruntime").backend, dtype, plan, oracle).all()
+def own_lines(decoder: Decoder, dtype: DType, plan: Plan, oracle: Oracle) -> tuple[Gates, str]:
+    """The lines of a model that amplifies rounding, from what PyTorch's own rounding in that dtype does to it.
+
+    Args:
+        decoder: The reference in float32; it is converted.
+        dtype: The bundle's dtype.
+        plan: The rows.
+        oracle: The float32 reference's answers to them.
+
+    Returns:
+        The lines, and a sentence that prints them; the sentence is empty where the plain gates stand.
+    """
+    return hot_lines(decoder, plan, oracle) if dtype == "fp32" else half_lines(decoder, dtype, plan, oracle)
+
+
+def half_lines(decoder: Decoder, dtype: DType, plan: Plan, oracle: Oracle) -> tuple[Gates, str]:
+    """fp16 and bf16 lines: twice the error that PyTorch itself makes in that dtype against its float32.
+
+    Logits of size 16 to 32 are 0.016 apart in fp16, so that two correct ways to one logit differ by more than the plain
+    line of a step.
+    """
+    plain = GATES[dtype]
+    candidate = TorchBackend(decoder.to(torch.float16 if dtype == "fp16" else torch.bfloat16))
+    own: dict[str, float] = {}
+    comparison = Comparison(candidate, dtype, plan, oracle)
+    for check in (*comparison.batch(), *comparison.alone(), *comparison.one_more()):
+        line = _LINES.get((check.metric, "caches" in check.group, check.group.startswith(("prefill,", "decode,"))))
+        if line is not None:
+            own[line] = max(own.get(line, 0.0), check.value)
+    lines = replace(plain, **{name: max(getattr(plain, name), _HALF * value) for name, value in own.items()})
+    if lines == plain:
+        return plain, ""
+    wider = ", ".join(f"{name} {getattr(lines, name):.2g}" for name in sorted(own) if getattr(lines, name) > getattr(plain, name))
+    return lines, (
+        f"This model amplifies {dtype} rounding: a line is {_HALF:g} × what PyTorch's own {dtype} is away from its float32 "
+        f"where that is above the plain one ({wider})."
+    )
+
+
+# (metric, of caches, of logits against the oracle) → the line that it is judged by.
+_LINES = {
+    ("max abs", False, True): "max_abs",
+    ("relative L2, p95", False, True): "rel_l2_p95",
+    ("mean KL", False, True): "mean_kl",
+    ("max abs, relative above 1", True, False): "cache_rows",
+    ("max abs", False, False): "step",
+    ("prefill: max abs", False, False): "step",
+    ("decode: max abs", False, False): "step",
+}
 
 
 def hot_lines(decoder: Decoder, plan: Plan, oracle: Oracle) -> tuple[Gates, str]:
