@@ -22,7 +22,11 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 Keys = Callable[[gguf.GGUFWriter], None]
 
 
@@ -31,7 +35,9 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: torch.nn.Module, kind: str = "F32", keys: Keys | None = None, **tensors: np.ndarray | None) -> Path:
+def write_gguf(
+    path: Path, model: torch.nn.Module, kind: str = "F32", keys: Keys | None = None, **tensors: np.ndarray | None
+) -> Path:
     """The model as llama.cpp's converter would write it; ``tensors`` adds, replaces or (None) leaves out."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -144,7 +150,11 @@ def test_gguf_when_tensors_are_missing_extra_or_misshaped_then_lists_all(tmp_pat
     )  # fmt: skip
     with pytest.raises(InputError) as caught:
         open_checkpoint(path)
-    for text in ("1 missing: blk.0.attn_q.weight", "1 unused: strange", "blk.1.ffn_norm.weight (in model.gguf) has [65], expected [64]"):
+    for text in (
+        "1 missing: blk.0.attn_q.weight",
+        "1 unused: strange",
+        "blk.1.ffn_norm.weight (in model.gguf) has [65], expected [64]",
+    ):
         assert text in str(caught.value)
 
 
@@ -221,7 +231,9 @@ def test_smollm2_when_asked_for_the_capital_of_france_then_says_paris(smollm2_gg
     assert tokenizer.decode(ids[0].tolist()).startswith("The capital of France is Paris.")
 
 
-def test_sentencepiece_tokenizer_when_converted_then_encodes_as_the_original(shared_models: Path, shared_data: Path, tmp_path: Path):
+def test_sentencepiece_tokenizer_when_converted_then_encodes_as_the_original(
+    shared_models: Path, shared_data: Path, tmp_path: Path
+):
     original = json.loads((shared_models / "stories260k" / "tokenizer.json").read_text("utf-8"))
     tokens = sorted(original["model"]["vocab"], key=original["model"]["vocab"].__getitem__)
 

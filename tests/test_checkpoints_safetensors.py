@@ -49,7 +49,9 @@ def test_file_when_written_by_us_then_the_library_reads_the_same_and_the_reverse
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-def test_tensor_when_written_and_read_in_blocks_then_is_the_same(tmp_path_factory: pytest.TempPathFactory, shape: list[int], dtype: torch.dtype):
+def test_tensor_when_written_and_read_in_blocks_then_is_the_same(
+    tmp_path_factory: pytest.TempPathFactory, shape: list[int], dtype: torch.dtype
+):
     tensor = torch.randn(shape).to(dtype)
     path = tmp_path_factory.mktemp("t") / "t.safetensors"
     write_safetensors(path, {"t": tensor})

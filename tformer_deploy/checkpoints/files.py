@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
 
 from tformer_deploy.errors import InputError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 _BLOCK = 1 << 22
@@ -43,6 +44,36 @@ def regular_size(path: Path) -> int:
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "FIFO, socket or device"
         raise InputError(f"{shown} is a {kind}; expected a regular file.", "Replace it by the checkpoint's own file.")
     return status.st_size
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """The regular file at ``path``, open for reading, and its size.
+
+    Raises:
+        InputError: It is not a regular file, or a Git-LFS pointer.
+        StorageError: Opening or reading failed.
+    """
+    size = regular_size(path)
+    try:
+        with path.open("rb") as file:
+            refuse_pointer(path, file.read(64))
+            file.seek(0)
+            yield file, size
+    except OSError as error:
+        raise StorageError(f"{escaped(str(path))} cannot be read: {error.strerror}.") from None
+
+
+def listing(folder: Path) -> list[str]:
+    """The names in a folder, sorted.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise StorageError(f"{escaped(str(folder))} cannot be read: {error.strerror}.") from None
 
 
 def read_small(path: Path, limit: int) -> bytes:

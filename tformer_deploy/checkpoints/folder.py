@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from tformer_deploy.checkpoints.checkpoint import Checkpoint
 from tformer_deploy.checkpoints.family import Family, locate
-from tformer_deploy.checkpoints.files import escaped, read_small
+from tformer_deploy.checkpoints.files import escaped, listing, read_small
 from tformer_deploy.checkpoints.reader import ConfigReader
 from tformer_deploy.checkpoints.safetensors_file import SafetensorsFile
 from tformer_deploy.checkpoints.strict_json import parse_object
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PLAIN = re.compile(r"[^./\\\x00][^/\\\x00]*\.safetensors")
 _CONFIG_LIMIT, _INDEX_LIMIT = 1 << 23, 1 << 26
 
 
@@ -43,8 +45,8 @@ def open_folder(path: Path, families: Mapping[str, Family], max_length: int | No
 
 
 def _read_config(path: Path) -> bytes:
-    if not (path / CONFIG).exists() and (found := sorted(path.glob("*.gguf"))):
-        raise InputError(f"{escaped(str(path))} has no {CONFIG}.", f"Name the GGUF file itself: {escaped(str(found[0]))}.")
+    if not (path / CONFIG).exists() and (found := [name for name in listing(path) if name.endswith(".gguf")]):
+        raise InputError(f"{escaped(str(path))} has no {CONFIG}.", f"Name the GGUF file itself: {escaped(str(path / found[0]))}.")
     return read_small(path / CONFIG, _CONFIG_LIMIT)
 
 
@@ -69,7 +71,8 @@ def _family(data: dict[str, Any], families: Mapping[str, Family]) -> Family:
 
 def _weight_files(path: Path) -> tuple[list[Path], list[str]]:
     """The safetensors files that hold the weights, and warnings about those that do not count."""
-    there = sorted(p.name for p in path.iterdir() if p.name.endswith(".safetensors"))
+    listed = listing(path)
+    there = [name for name in listed if name.endswith(".safetensors")]
     if (path / INDEX).exists():
         names = _index_files(path)
     elif SINGLE in there or (path / SINGLE).is_symlink():
@@ -80,16 +83,16 @@ def _weight_files(path: Path) -> tuple[list[Path], list[str]]:
             "Add the index that came with the shards.",
         )
     else:
-        _refuse_pickle(path)
+        _refuse_pickle(path, listed)
         raise InputError(f"{escaped(str(path))} has no weights: neither {SINGLE} nor {INDEX}.", "Complete the checkpoint.")
     warnings = [f"{escaped(name)} is not among the checkpoint's weights and is ignored." for name in there if name not in names]
-    if any(path.glob("*.bin")):
+    if any(name.endswith(".bin") for name in listed):
         warnings.append("The .bin files beside the safetensors are never opened.")
     return [path / name for name in names], warnings
 
 
-def _refuse_pickle(path: Path) -> None:
-    pickles = sorted(p.name for p in path.iterdir() if p.name.endswith((".bin", ".pt", ".pth", ".ckpt", ".bin.index.json")))
+def _refuse_pickle(path: Path, listed: list[str]) -> None:
+    pickles = [name for name in listed if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".bin.index.json"))]
     if pickles:
         raise InputError(
             f"{escaped(str(path))} has its weights in {', '.join(map(escaped, pickles[:3]))} only: pickle, which can run code.",
@@ -103,16 +106,14 @@ def _index_files(path: Path) -> list[str]:
     Raises:
         InputError: The index is damaged, names a path outside the folder, or a file that is absent.
     """
-    place = INDEX
-    names = set(_weight_map(path).values())
-    outside = sorted(
-        n for n in names if not isinstance(n, str) or not n.endswith(".safetensors") or set(n) & set("/\\\0") or n.startswith(".")
-    )
-    if outside:
-        raise InputError(f"{place} names {escaped(repr(outside[0]))}; expected the plain name of a .safetensors file beside it.")
+    named = list(_weight_map(path).values())
+    for name in named:
+        if not isinstance(name, str) or not _PLAIN.fullmatch(name):
+            raise InputError(f"{INDEX} names {escaped(repr(name))[:80]}; expected the plain name of a .safetensors file.")
+    names = set(named)
     absent = sorted(name for name in names if not (path / name).exists())
     if absent:
-        raise InputError(f"{place} names files that are absent: {', '.join(map(escaped, absent))}.", "Complete the download.")
+        raise InputError(f"{INDEX} names files that are absent: {', '.join(map(escaped, absent))}.", "Complete the download.")
     return sorted(names)
 
 

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import torch
 
-from tformer_deploy.checkpoints.files import escaped, refuse_pointer, regular_size
+from tformer_deploy.checkpoints.files import escaped, opened
 from tformer_deploy.checkpoints.tensor_file import Entry, read_exactly
 from tformer_deploy.errors import InputError
 
@@ -53,12 +53,9 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size = regular_size(path)
         self.entries: dict[str, Entry] = {}
         self._places: dict[str, _Place] = {}
-        with path.open("rb") as file:
-            refuse_pointer(path, file.read(64))
-            file.seek(0)
+        with opened(path) as (file, size):
             cursor = _Cursor(file, min(size, _LARGEST_HEADER), escaped(str(path)))
             n_tensors, n_keys = cursor.start()
             self.metadata = _metadata(cursor, n_keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tformer_deploy.checkpoints.checkpoint import Checkpoint
-from tformer_deploy.checkpoints.files import escaped, regular_size
+from tformer_deploy.checkpoints.files import escaped, opened
 from tformer_deploy.checkpoints.folder import open_folder
 from tformer_deploy.checkpoints.gguf_file import MAGIC
 from tformer_deploy.checkpoints.gguf_llama import open_gguf
@@ -31,9 +31,8 @@ def open_checkpoint(path: str | Path, max_length: int | None = None) -> Checkpoi
     path = Path(path)
     if path.is_dir():
         return open_folder(path, FAMILIES, max_length)
-    regular_size(path)
-    with path.open("rb") as file:
-        start = file.read(64)
-    if start.startswith(MAGIC) or path.suffix == ".gguf":
+    with opened(path) as (file, _):
+        start = file.read(4)
+    if start == MAGIC or path.suffix == ".gguf":
         return open_gguf(path, max_length)
     raise InputError(f"{escaped(str(path))} is neither a folder nor a GGUF file.", "Name the folder that holds config.json.")

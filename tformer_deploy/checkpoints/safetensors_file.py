@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tformer_deploy.checkpoints.files import escaped, refuse_pointer, regular_size, replace_file, write_all
+from tformer_deploy.checkpoints.files import escaped, opened, replace_file, write_all
 from tformer_deploy.checkpoints.strict_json import parse_object
 from tformer_deploy.checkpoints.tensor_file import Entry, read_exactly
 from tformer_deploy.errors import InputError
@@ -47,18 +47,15 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size = regular_size(path)
-        with path.open("rb") as file:
-            start = file.read(256)
-            refuse_pointer(path, start)
-            if size < 8:
+        with opened(path) as (file, size):
+            start = file.read(8)
+            if len(start) < 8:
                 raise self._damaged(f"holds {size} bytes; a header takes at least 8")
-            (length,) = struct.unpack("<Q", start[:8])
+            (length,) = struct.unpack("<Q", start)
             if length > LARGEST_HEADER or length > size - 8:
                 raise self._damaged(
                     f"says that its header takes {length} bytes; the file holds {size} and at most {LARGEST_HEADER} count"
                 )
-            file.seek(8)
             header = parse_object(file.read(length), f"{escaped(path.name)} (header)")
         self._data = 8 + length
         self.entries: dict[str, Entry] = {}

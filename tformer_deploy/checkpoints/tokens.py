@@ -77,7 +77,7 @@ def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
         ids = {token: index for token, index in vocab.items() if type(index) is int}
     elif isinstance(vocab, list):
         ids = {item[0]: index for index, item in enumerate(vocab) if isinstance(item, list) and item and isinstance(item[0], str)}
-    if vocab is None or len(ids) != len(vocab) or not isinstance(added, list):
+    if not isinstance(vocab, (dict, list)) or len(ids) != len(vocab) or not isinstance(added, list):
         raise InputError(f"{TOKENIZER} has no vocabulary of a known form.", "Get the file again from where the checkpoint came.")
     for item in added:
         if not isinstance(item, dict) or not isinstance(item.get("content"), str) or type(item.get("id")) is not int:
