@@ -98,9 +98,10 @@ def derive_bundle(bundle: Bundle, dtype: DType, folder: Path, on_progress: Calla
     checks, notes = _compare(bundle, derived, dtype)
     if red := [c for c in checks if c.verdict == "red"]:
         lines = "\n  ".join(f"{c.group}, {c.metric}: {c.value:.3g}, gate {c.relation} {c.gate:g}" for c in red)
+        other = "fp16" if dtype == "bf16" else "bf16"
         raise InputError(
             f"In {dtype} this model differs too much from the bundle:\n  {lines}",
-            "Keep it in fp32 on ONNX Runtime, or try --dtype bf16.",
+            f"Keep it in fp32 on ONNX Runtime, or try --dtype {other}.",
         )
     return derived, DerivedGraph(derived.core_sha256, len(checks), _figures(checks), notes)
 

@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import re
-import resource
 import signal
 import sys
 from pathlib import Path
@@ -92,8 +91,18 @@ def build_plan(flavour: Flavour, request: dict[str, Any], send: Any) -> dict[str
         "attentions": len(attentions),
         "cache_updates": 2 * len(attentions),
         "kernels": [[p.plan, p.log] for p in proofs],
-        "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, 1),
+        "peak_mib": peak_mib(),
     }
+
+
+def peak_mib() -> float:
+    """Peak memory of this process alone; getrusage would count what its parent had when it was forked. 0 where unknown."""
+    try:
+        text = Path("/proc/self/status").read_text("ascii")
+    except OSError:
+        return 0.0
+    found = re.search(r"^VmHWM:\s*(\d+) kB", text, re.MULTILINE)
+    return round(int(found.group(1)) / 2**10, 1) if found else 0.0
 
 
 def _parse(flavour: Flavour, network: Any, logger: Any, request: dict[str, Any]) -> list[str]:

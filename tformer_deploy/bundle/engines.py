@@ -249,13 +249,13 @@ def _entry(bundle: Bundle, folder: Path) -> EngineEntry:
     except (InputError, OSError) as e:
         fault = e.message if isinstance(e, InputError) else f"{e.strerror} ({e.filename})."
         return EngineEntry(folder.name, "?", "?", f"cannot be used: {fault}", fault, None)
-    fault = None if record.core_sha256 == bundle.core_sha256 else _foreign(folder, bundle, record)
+    stale = None if record.core_sha256 == bundle.core_sha256 else _foreign(folder, bundle, record)
     return EngineEntry(
         folder.name,
         record.flavour,
         record.version,
-        record.summary if fault is None else f"cannot be used: {fault}",
-        fault,
+        record.summary if stale is None else f"cannot be used: {stale}",
+        stale,
         record,
     )
 

@@ -1,0 +1,168 @@
+"""What is refused before the builder starts, and the profiles that it gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import LLAMA_LIKE
+from tformer_deploy.bundle import Manifest, open_bundle
+from tformer_deploy.errors import CapabilityError, InputError, UsageError
+from tformer_deploy.exporters.tensorrt import flavours
+from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour
+from tformer_deploy.exporters.tensorrt.monitor import Fraction
+from tformer_deploy.exporters.tensorrt.preflight import make_plan, unfusable
+
+
+@pytest.fixture(scope="module")
+def manifest(llama_bundle: Path) -> Manifest:
+    return open_bundle(llama_bundle).manifest
+
+
+def test_plan_when_nothing_is_asked_then_has_decode_and_one_prefill_profile(manifest: Manifest):
+    plan = make_plan(manifest, "fp16", None, 8, ())
+    assert plan.capacity == 256
+    assert [(p.name, p.batch, p.sequence) for p in plan.profiles] == [
+        ("decode", (1, 8, 8), (1, 1, 1)),
+        ("prefill-256", (1, 8, 8), (2, 256, 256)),
+    ]
+
+
+def test_plan_when_buckets_are_given_then_each_length_has_exactly_one_profile(manifest: Manifest):
+    plan = make_plan(manifest, "fp16", 100, 4, (64, 16, 16))
+    lengths = [s for p in plan.profiles for s in range(p.sequence[0], p.sequence[2] + 1)]
+    assert lengths == list(range(1, 65))
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 257])
+def test_capacity_when_out_of_range_then_is_a_usage_error(manifest: Manifest, capacity: int):
+    with pytest.raises(UsageError, match="--capacity"):
+        make_plan(manifest, "fp16", capacity, 8, ())
+
+
+@pytest.mark.parametrize("buckets", [(1,), (16, 129)])
+def test_bucket_when_beyond_the_capacity_or_of_one_token_then_is_a_usage_error(manifest: Manifest, buckets: tuple[int, ...]):
+    with pytest.raises(UsageError, match="--prompt-bucket"):
+        make_plan(manifest, "fp16", 128, 8, buckets)
+
+
+def test_fp32_when_planned_then_names_the_phase_and_proposes_fp16(manifest: Manifest):
+    with pytest.raises(InputError, match="prefill: the dtype is fp32") as e:
+        make_plan(manifest, "fp32", None, 8, ())
+    assert e.value.hint == "Give --dtype fp16."
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "words"),
+    [(8, "prefill: head_dim is 8"), (20, "prefill and decode: head_dim is 20"), (264, "prefill and decode: head_dim is 264")],
+)
+def test_head_dim_when_no_kernel_takes_it_then_is_refused_by_name(head_dim: int, words: str):
+    config = dataclasses.replace(LLAMA_LIKE, head_dim=head_dim)
+    (fault,) = unfusable(config, "fp16", 128)
+    assert words in fault[0]
+
+
+@pytest.mark.parametrize(("head_dim", "limit"), [(64, 24512), (128, 24448), (256, 24320), (16, 24560)])
+def test_capacity_when_above_what_was_measured_then_is_refused(head_dim: int, limit: int):
+    config = dataclasses.replace(LLAMA_LIKE, head_dim=head_dim)
+    assert unfusable(config, "bf16", limit) == []
+    ((fault, hint),) = unfusable(config, "bf16", limit + 1)
+    assert "decode: capacity" in fault
+    assert str(limit) in hint
+
+
+def test_fp32_capacity_when_above_what_was_measured_then_is_refused_too():
+    config = dataclasses.replace(LLAMA_LIKE, head_dim=64)
+    assert len(unfusable(config, "fp32", 12224)) == 1
+    assert len(unfusable(config, "fp32", 12225)) == 2
+
+
+@pytest.mark.parametrize(("name", "extra"), [("rtx", "tensorrt-rtx"), ("tensorrt", "tensorrt"), ("auto", "tensorrt-rtx")])
+def test_flavour_when_not_installed_then_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, name, extra: str):
+    monkeypatch.setattr(flavours.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(CapabilityError, match="not installed") as e:
+        load_flavour(name)
+    assert f"tformer-deploy[{extra}]" in (e.value.hint or "")
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__=version, __spec__=object()))
+    monkeypatch.setattr(flavours.importlib.util, "find_spec", lambda n: object() if n == name else None)
+
+
+def test_flavour_when_too_old_for_the_graph_then_is_refused(monkeypatch: pytest.MonkeyPatch):
+    stub(monkeypatch, "tensorrt", "10.14.1")
+    with pytest.raises(CapabilityError, match=r"10\.15 is the first that fits"):
+        load_flavour("tensorrt")
+
+
+def test_auto_when_only_full_tensorrt_is_there_then_takes_it(monkeypatch: pytest.MonkeyPatch):
+    stub(monkeypatch, "tensorrt", "10.16.0")
+    assert load_flavour("auto").name == "tensorrt"
+
+
+@pytest.mark.parametrize(("version", "flags"), [("10.16.0", 2), ("11.0.0", 0)])
+def test_full_tensorrt_when_older_than_11_then_strong_typing_is_asked_for(version: str, flags: int):
+    module = SimpleNamespace(NetworkDefinitionCreationFlag=SimpleNamespace(STRONGLY_TYPED=1))
+    assert Flavour("tensorrt", module, version).network_flags() == flags
+
+
+def test_full_tensorrt_when_there_is_no_gpu_then_says_where_to_build(monkeypatch: pytest.MonkeyPatch):
+    def absent(_: str) -> None:
+        raise OSError
+
+    monkeypatch.setattr(flavours.ctypes, "CDLL", absent)
+    with pytest.raises(CapabilityError, match="compiles for the GPU it runs on"):
+        Flavour("tensorrt", None, "11.0.0").compute_capabilities(())
+
+
+def test_full_tensorrt_when_targets_are_given_then_is_a_usage_error():
+    with pytest.raises(UsageError, match="--target"):
+        Flavour("tensorrt", None, "11.0.0").compute_capabilities(("8.9",))
+
+
+RTX = SimpleNamespace(ComputeCapability=SimpleNamespace(SM75=1, SM80=2, SM89=3, SM120=4, NONE=5, CURRENT=6))
+
+
+def test_rtx_when_no_target_is_given_then_the_portable_set_is_named():
+    assert Flavour("rtx", RTX, "1.7.1").compute_capabilities(()) == ("8.0", "8.9", "12.0")
+
+
+def test_rtx_when_a_target_is_in_no_list_then_is_refused():
+    with pytest.raises(CapabilityError, match=r"9\.0"):
+        Flavour("rtx", RTX, "1.7.1").compute_capabilities(("9.0",))
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind", "lengths", "hides"),
+    [
+        (object(), "CausalMaskKind.NONE", None, True),
+        (None, "CausalMaskKind.LOWER_RIGHT", object(), True),
+        (None, "CausalMaskKind.UPPER_LEFT", None, False),
+        (None, "CausalMaskKind.NONE", None, False),
+        (None, "CausalMaskKind.LOWER_RIGHT", None, False),
+    ],
+)
+def test_attention_when_anchored_at_the_upper_left_then_counts_as_hiding_nothing(mask, kind, lengths, hides: bool):
+    attention = SimpleNamespace(mask=mask, causal_kind=kind, key_value_lengths=lengths)
+    assert Flavour("rtx", None, "1.7.1").masks(attention) is hides
+
+
+def test_progress_when_phases_nest_then_rises_to_one():
+    fraction, seen = Fraction(), []
+    fraction.start("build", None, 2)
+    for step in range(2):
+        fraction.start("inner", "build", 4)
+        for inner in range(4):
+            fraction.step("inner", inner)
+            seen.append(fraction.value)
+        fraction.finish("inner")
+        fraction.step("build", step)
+        seen.append(fraction.value)
+    fraction.finish("build")
+    assert seen == [0.125, 0.25, 0.375, 0.5, 0.5, 0.625, 0.75, 0.875, 1.0, 1.0]
+    assert fraction.value == 1.0

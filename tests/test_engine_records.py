@@ -1,0 +1,230 @@
+"""engine.json: sealed, read strictly, and compared with the plan before a runtime may see it. No TensorRT is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tformer_deploy.bundle import Bundle, open_bundle
+from tformer_deploy.bundle.engines import (
+    ENGINES,
+    PLAN,
+    SIDECAR,
+    DerivedGraph,
+    EngineProfile,
+    EngineRecord,
+    dump_record,
+    list_engines,
+    parse_record,
+    read_engine,
+    require_engine,
+)
+from tformer_deploy.bundle.manifest import FileRecord
+from tformer_deploy.errors import CapabilityError, InputError
+
+DATA = b"a plan" * 100
+
+
+def make_record(bundle: Bundle) -> EngineRecord:
+    return EngineRecord(
+        core_sha256=bundle.core_sha256,
+        flavour="rtx",
+        version="1.7.1.116",
+        target="portable",
+        compute_capabilities=("8.0", "8.9"),
+        layout="shared",
+        dtype="fp16",
+        capacity=256,
+        max_batch=8,
+        attentions=3,
+        cache_updates=6,
+        graph_sha256="a" * 64,
+        profiles=(
+            EngineProfile("decode", "decode", (1, 8, 8), (1, 1, 1), {"_gemv_mha_v1": 3}, {"_gemv_mha_v1": 3}),
+            EngineProfile("prefill-256", "prefill", (1, 8, 8), (2, 256, 256), {"_gemm_mha_v2": 3}, {"_gemm_mha_v2": 3}),
+        ),
+        plan=FileRecord(hashlib.sha256(DATA).hexdigest(), len(DATA)),
+        graph=DerivedGraph("b" * 64, 26, {"decode: max abs": (0.01, 0.12)}, ("a note",)),
+    )
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, llama_bundle: Path) -> Bundle:
+    return open_bundle(shutil.copytree(llama_bundle, tmp_path / "b"))
+
+
+@pytest.fixture
+def engine(bundle: Bundle) -> Path:
+    return write_engine(bundle, make_record(bundle))
+
+
+def write_engine(bundle: Bundle, record: EngineRecord) -> Path:
+    folder = bundle.path / ENGINES / record.name
+    folder.mkdir(parents=True)
+    (folder / PLAN).write_bytes(DATA)
+    (folder / SIDECAR).write_bytes(dump_record(record))
+    return folder
+
+
+def resealed(folder: Path, **changes: object) -> None:
+    """Edits the record and gives it a right seal, as someone would who knows how."""
+    raw = json.loads((folder / SIDECAR).read_text("utf-8"))
+    del raw["seal"]
+    raw.update(changes)
+    text = json.dumps(raw, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+    raw["seal"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / SIDECAR).write_text(json.dumps(raw), "utf-8")
+
+
+def test_record_when_dumped_and_parsed_then_is_the_same(bundle: Bundle):
+    record = make_record(bundle)
+    assert parse_record(dump_record(record)) == record
+    without = dataclasses.replace(record, graph=None)
+    assert parse_record(dump_record(without)) == without
+
+
+def test_bundle_when_it_has_an_engine_then_its_core_is_the_same(bundle: Bundle, engine: Path):
+    assert open_bundle(bundle.path, verify="full").core_sha256 == bundle.core_sha256
+
+
+def test_engine_when_intact_then_is_listed_and_found(bundle: Bundle, engine: Path):
+    (entry,) = list_engines(bundle)
+    assert entry.fault is None
+    assert "3 × _gemv_mha_v1" in entry.summary
+    assert "not executed" in entry.summary
+    json.dumps(dataclasses.asdict(entry))  # what inspect --json prints
+    assert require_engine(bundle, "rtx", "1.7.1.116", "8.9") == (engine, make_record(bundle))
+
+
+def test_bundle_when_without_engines_then_lists_none_and_says_how_to_build(bundle: Bundle):
+    assert list_engines(bundle) == []
+    with pytest.raises(CapabilityError, match="There is none at all") as e:
+        require_engine(bundle, "rtx", "1.7.1.116")
+    assert "build-engine" in (e.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("flavour", "version", "gpu", "words"),
+    [
+        ("rtx", "1.8.0.1", "8.9", "1.8.0.1 is installed"),
+        ("tensorrt", "1.7.1.116", "8.9", "flavour rtx"),
+        ("rtx", "1.7.1.116", "9.0", "this GPU has 9.0"),
+    ],
+)
+def test_engine_when_for_another_runtime_or_gpu_then_is_refused_as_a_capability(
+    bundle: Bundle, engine: Path, flavour: str, version: str, gpu: str, words: str
+):
+    with pytest.raises(CapabilityError, match=words) as e:
+        require_engine(bundle, flavour, version, gpu)
+    assert e.value.exit_code == 4
+    assert "build-engine" in (e.value.hint or "")
+
+
+def test_plan_when_truncated_then_is_refused_and_listed_with_its_fault(bundle: Bundle, engine: Path):
+    (engine / PLAN).write_bytes(DATA[:-1])
+    assert "599 bytes" in (list_engines(bundle)[0].fault or "")
+    with pytest.raises(InputError, match="599 bytes") as e:
+        require_engine(bundle, "rtx", "1.7.1.116")
+    assert e.value.exit_code == 3
+
+
+def test_plan_when_one_bit_flips_then_is_refused_before_it_is_used(bundle: Bundle, engine: Path):
+    (engine / PLAN).write_bytes(bytes([DATA[0] ^ 1]) + DATA[1:])
+    with pytest.raises(InputError, match=r"shared\.engine has sha256"):
+        require_engine(bundle, "rtx", "1.7.1.116")
+
+
+def test_plan_when_a_symbolic_link_then_is_refused(bundle: Bundle, engine: Path, tmp_path: Path):
+    (engine / PLAN).rename(tmp_path / "elsewhere")
+    (engine / PLAN).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="no regular file"):
+        read_engine(bundle, engine)
+
+
+def test_plan_when_missing_then_is_refused(bundle: Bundle, engine: Path):
+    (engine / PLAN).unlink()
+    with pytest.raises(InputError, match="missing"):
+        read_engine(bundle, engine)
+
+
+def test_engine_when_the_core_changed_then_is_refused(bundle: Bundle, engine: Path):
+    other = dataclasses.replace(bundle, core_sha256="c" * 64)
+    with pytest.raises(InputError, match="compiled from the core"):
+        read_engine(other, engine)
+    assert "compiled from the core" in (list_engines(other)[0].fault or "")
+    with pytest.raises(InputError, match="compiled from the core"):
+        require_engine(other, "rtx", "1.7.1.116")
+
+
+def test_engine_folder_when_renamed_then_is_refused(bundle: Bundle, engine: Path):
+    moved = engine.rename(engine.with_name("rtx-1.8.0.1-portable-fp16-c256"))
+    with pytest.raises(InputError, match=r"holds the engine rtx-1\.7\.1\.116"):
+        read_engine(bundle, moved)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 700])
+def test_sidecar_when_torn_then_is_refused_by_name(bundle: Bundle, engine: Path, cut: int):
+    data = (engine / SIDECAR).read_bytes()
+    (engine / SIDECAR).write_bytes(data[:cut])
+    with pytest.raises(InputError, match=r"engine\.json"):
+        read_engine(bundle, engine)
+
+
+def test_sidecar_when_edited_then_its_seal_shows_it(bundle: Bundle, engine: Path):
+    data = (engine / SIDECAR).read_bytes()
+    (engine / SIDECAR).write_bytes(data.replace(b'"capacity": 256', b'"capacity": 512'))
+    with pytest.raises(InputError, match="not as it was sealed"):
+        read_engine(bundle, engine)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("capacity", 0, "capacity"),
+        ("capacity", 256.0, "capacity"),
+        ("capacity", True, "capacity"),
+        ("flavour", "onnx", "flavour"),
+        ("version", "../../etc", "version"),
+        ("target", "a/b", "target"),
+        ("compute_capabilities", [], "compute_capabilities"),
+        ("plan", {"sha256": "0" * 63, "size": 5}, "sha256"),
+        ("plan", {"sha256": "0" * 64}, "size"),
+        ("profiles", [], "does not prove"),
+        ("profiles", [{"name": "decode"}], "phase"),
+        ("graph", {}, "core_sha256"),
+        ("extra", 1, "unknown fields: extra"),
+        ("schema", 2, "schema"),
+    ],
+)
+def test_sidecar_when_a_field_is_wrong_then_is_refused_with_its_name(
+    bundle: Bundle, engine: Path, field: str, value: object, words: str
+):
+    resealed(engine, **{field: value})
+    with pytest.raises(InputError, match=words):
+        read_engine(bundle, engine)
+
+
+@pytest.mark.parametrize("way", ["plan_kernels", "log_kernels"])
+def test_sidecar_when_a_profile_lacks_a_fused_kernel_then_is_refused(bundle: Bundle, engine: Path, way: str):
+    profiles = json.loads((engine / SIDECAR).read_text("utf-8"))["profiles"]
+    profiles[1][way] = {"_gemm_mha_v2": 2}
+    resealed(engine, profiles=profiles)
+    with pytest.raises(InputError, match="does not prove 3 fused attentions"):
+        read_engine(bundle, engine)
+
+
+def test_folder_when_it_holds_no_engine_then_is_listed_as_unusable(bundle: Bundle):
+    (bundle.path / ENGINES / "notes").mkdir(parents=True)
+    (entry,) = list_engines(bundle)
+    assert entry.flavour == "?"
+    assert "missing" in (entry.fault or "")
+
+
+def test_folder_when_an_unfinished_build_left_it_then_is_not_listed(bundle: Bundle):
+    (bundle.path / ENGINES / ".tformer-tmp-abc").mkdir(parents=True)
+    assert list_engines(bundle) == []
