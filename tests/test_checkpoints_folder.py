@@ -138,6 +138,44 @@ def test_config_when_a_key_changes_nothing_then_is_the_same_model(case: str, mod
     assert open_checkpoint(path).config == open_checkpoint(models[name]).config
 
 
+OPTIONAL = {
+    "llama": (
+        [
+            "rms_norm_eps",
+            "hidden_act",
+            "attention_bias",
+            "mlp_bias",
+            "tie_word_embeddings",
+            "head_dim",
+            "num_key_value_heads",
+            "rope_parameters",
+        ],
+        {"num_key_value_heads": 4},
+    ),
+    "gpt2": (
+        [
+            "layer_norm_epsilon",
+            "activation_function",
+            "tie_word_embeddings",
+            "n_inner",
+            "scale_attn_weights",
+            "reorder_and_upcast_attn",
+        ],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONAL)
+def test_config_when_optional_keys_are_absent_then_has_the_defaults_of_transformers(kind: str, tmp_path: Path):
+    keys, changes = OPTIONAL[kind]
+    hot_model(kind, **changes).save_pretrained(tmp_path)  # writes the defaults out
+    expected = open_checkpoint(tmp_path).config
+    edit_config(tmp_path, **dict.fromkeys(keys, KeyError))
+    assert not set(keys) & set(json.loads((tmp_path / "config.json").read_text("utf-8")))
+    assert open_checkpoint(tmp_path).config == expected
+
+
 def test_length_when_the_config_has_none_then_max_length_stands_in(models: dict[str, Path], tmp_path: Path):
     path = copied(models, "llama", tmp_path)
     edit_config(path, max_position_embeddings=KeyError)

@@ -191,6 +191,18 @@ def test_gguf_when_cut_or_flipped_anywhere_in_its_header_then_is_refused_or_the_
     assert same < header // 3
 
 
+@pytest.mark.parametrize(("move", "what"), [(64, "a hole"), (-64, "an overlap")])
+def test_gguf_when_a_tensor_lies_elsewhere_then_is_refused(move: int, what: str, tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", hot_model("llama"))
+    content = path.read_bytes()
+    name = b"blk.2.ffn_down.weight"
+    place = content.index(name) + len(name) + 4 + 2 * 8 + 4  # dimensions, their sizes, format; then the offset
+    offset = int.from_bytes(content[place : place + 8], "little")
+    path.write_bytes(content[:place] + (offset + move).to_bytes(8, "little") + content[place + 8 :])
+    with pytest.raises(InputError, match=f"has {what} before tensor"):
+        open_checkpoint(path)
+
+
 def test_pointer_when_in_place_of_a_gguf_then_says_git_lfs(tmp_path: Path):
     (tmp_path / "m.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n", "utf-8")
     with pytest.raises(InputError, match="Git-LFS pointer"):
