@@ -514,3 +514,15 @@ def test_graph_when_it_points_to_another_layers_offset_then_is_refused_before_an
         seal(path)
     with pytest.raises(InputError, match=r"decode\.onnx"):
         check_bundle(path, checkpoint)
+
+
+def test_graph_when_it_loads_and_cannot_run_then_is_red_with_the_reason(models, tmp_path):
+    bundle, checkpoint = models["llama"]
+    path = tmp_path / "mutant.bundle"
+    shutil.copytree(bundle, path)
+    # The mask keeps one query for a whole chunk.
+    edit_graph(path / "decode.onnx", lambda graph: through(graph, nth(graph, "LessOrEqual"), 1, "ReduceMax", keepdims=1))
+    seal(path)
+    report = check_bundle(path, checkpoint)
+    assert red(report) == {("graphs", "ran to the end")}
+    assert "Attention" in next(c.detail for c in report.checks if c.verdict == "red")

@@ -15,7 +15,7 @@ from tformer_deploy.backends import open_session
 from tformer_deploy.backends.torch import TorchBackend, bundle_backend
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.checkpoints import Checkpoint, open_checkpoint
-from tformer_deploy.parity.gates import GATES, Check, Gates
+from tformer_deploy.parity.gates import GATES, Check, Gates, judge
 from tformer_deploy.parity.metrics import compare_logits
 from tformer_deploy.parity.oracle import ask, exact_logits
 from tformer_deploy.parity.plan import Plan, Suite, make_plan
@@ -71,13 +71,13 @@ def check_bundle(
     backend = open_session(bundle, backend="onnxruntime").backend
     notes += backend.notes
     if checkpoint is None or checkpoint.config.vocab_size == bundle.manifest.config.vocab_size:
-        found = Comparison(backend, bundle.manifest.dtype, plan, oracle).all(on_progress)
+        found = _compare(Comparison(backend, bundle.manifest.dtype, plan, oracle), on_progress)
         if any(c.verdict == "red" for c in found):
             on_progress("PyTorch's own rounding")
             lines, note = own_lines(_reference(bundle, checkpoint), bundle.manifest.dtype, plan, oracle)
             if note:
                 notes.append(note)
-                found = Comparison(backend, bundle.manifest.dtype, plan, oracle, lines).all(on_progress)
+                found = _compare(Comparison(backend, bundle.manifest.dtype, plan, oracle, lines), on_progress)
         checks += found
     return Report(
         bundle=str(bundle_path),
@@ -90,6 +90,14 @@ def check_bundle(
         complete=checkpoint is not None,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
     )
+
+
+def _compare(comparison: Comparison, on_progress: Callable[[str], None]) -> list[Check]:
+    """Every comparison; a graph that the runtime loads and cannot run is as red as a wrong value."""
+    try:
+        return comparison.all(on_progress)
+    except RuntimeError as e:  # what ONNX Runtime's errors are derived from
+        return [judge("graphs", "ran to the end", 0, 1, "==", f"{type(e).__name__}: {str(e)[:300]}")]
 
 
 def own_lines(decoder: Decoder, dtype: DType, plan: Plan, oracle: Oracle) -> tuple[Gates, str]:

@@ -70,7 +70,7 @@ class Check:
 def judge(
     group: str, metric: str, value: float, gate: float, relation: Literal["<=", ">=", "=="] = "<=", detail: str = ""
 ) -> Check:
-    """A check that is red when ``value`` does not hold ``relation`` to ``gate``, and always when it is not finite."""
+    """A check that is red when ``value`` does not hold ``relation`` to ``gate``, and always when one of them is not finite."""
     holds = {"<=": value <= gate, ">=": value >= gate, "==": value == gate}[relation]
-    verdict: Verdict = "green" if math.isfinite(value) and holds else "red"
+    verdict: Verdict = "green" if math.isfinite(value) and math.isfinite(gate) and holds else "red"
     return Check(group, metric, value, gate, relation, verdict, detail)

@@ -94,7 +94,8 @@ def max_abs(wanted: NDArray[np.float32], found: NDArray[np.float32]) -> float:
     """Largest absolute difference; NaN when there is nothing to compare or something is not finite."""
     if not wanted.size or wanted.shape != found.shape:
         return float("nan")
-    difference = np.abs(wanted.astype(np.float64) - found.astype(np.float64)).max()
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, as it should be
+        difference = np.abs(wanted.astype(np.float64) - found.astype(np.float64)).max()
     return float(difference) if np.isfinite(difference) else float("nan")
 
 

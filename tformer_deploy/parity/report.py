@@ -73,8 +73,8 @@ class Report:
                 {
                     "group": c.group,
                     "metric": c.metric,
-                    "value": c.value if math.isfinite(c.value) else None,
-                    "gate": c.gate,
+                    "value": _finite(c.value),
+                    "gate": _finite(c.gate),
                     "relation": c.relation,
                     "verdict": c.verdict,
                     "detail": c.detail,
@@ -99,3 +99,8 @@ class Report:
             console.print(f"Note: {note}", highlight=False, markup=False)
         colour = "green" if self.passed else "bold red"
         console.print(f"Verdict: [{colour}]{self.verdict}[/] ({self.suite} suite, {self.dtype} gates, core {self.core_sha256[:12]})")
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if value is not None and math.isfinite(value) else None
