@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -167,7 +168,5 @@ def test_manifest_when_no_manifest_then_is_refused(data):
 def test_manifest_when_any_byte_is_changed_then_is_read_or_refused_and_never_crashes(cut, byte):
     data = bytearray(dump_manifest(make_manifest()))
     data[cut % len(data)] = byte
-    try:
+    with contextlib.suppress(InputError):
         parse_manifest(bytes(data))
-    except InputError as e:
-        assert e.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -261,10 +262,8 @@ def test_writer_when_the_disk_is_full_then_leaves_the_old_bundle(tmp_path, kib):
         pytest.skip("this machine forbids mounts")
     try:
         path = disk / "b"
-        try:
+        with contextlib.suppress(OSError):  # too full even for the old one
             write(path, b"o")
-        except OSError as e:
-            assert e.errno == errno.ENOSPC
         before = state(path)
         with pytest.raises(OSError, match="No space left"):
             write(path, b"n" * 9000, force=True)
@@ -280,9 +279,10 @@ def test_replace_file_when_it_fails_then_the_old_file_stays(tmp_path, monkeypatc
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as m, pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as m:
         m.setattr(os, "fsync", full)
-        replace_file(path, b"new")
+        with pytest.raises(OSError, match="No space"):
+            replace_file(path, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
     assert path.read_bytes() == b"old"
     replace_file(path, b"new")
