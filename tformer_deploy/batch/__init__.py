@@ -1,0 +1,1 @@
+"""Length-bucketed batch inference: JSONL in, JSONL out."""

@@ -1,0 +1,102 @@
+"""Text ↔ ids, from the bundle's ``tokenizer.json``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from tformer_deploy.bundle.strict_json import load_json
+from tformer_deploy.errors import InputError
+from tformer_deploy.generation.chat import render
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tformer_deploy.bundle import Bundle
+
+# Ids of the prompt that are decoded before a completion: some decoders drop the first token's leading space.
+_CONTEXT = 4
+_INCOMPLETE = "\ufffd"
+
+
+class Tokenizer:
+    """A bundle's tokenizer and chat template."""
+
+    def __init__(self, data: bytes, template: str | None = None, bos_token: str = "", eos_token: str = "") -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as e:
+            raise InputError(f"tokenizer.json cannot be read: {e}", "Export the checkpoint again with a tokenizer that loads.") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._template, self._bos, self._eos = template, bos_token, eos_token
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a raw prompt, with what the tokenizer's own post-processor adds.
+
+        Raises:
+            InputError: The text holds lone surrogates.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InputError("The text holds a lone surrogate, which is no character.") from None
+        return list(self._tokenizer.encode(text).ids)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Ids of one user turn in the checkpoint's chat template, which writes its own special tokens.
+
+        Raises:
+            InputError: There is no template, or it is faulty.
+        """
+        if self._template is None:
+            raise InputError("The bundle has no chat template.", "Leave --chat out.")
+        prompt = render(self._template, [{"role": "user", "content": text}], self._bos, self._eos)
+        return list(self._tokenizer.encode(prompt, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+        """The text that ``ids`` add after ``prompt``; ids that the tokenizer does not know are empty."""
+        context = list(prompt[-_CONTEXT:])
+        before = self._tokenizer.decode(context, skip_special_tokens=True)
+        after: str = self._tokenizer.decode([*context, *ids], skip_special_tokens=True)
+        if after.startswith(before):
+            return after[len(before) :]
+        # A character of several tokens may be completed by the new ones.
+        alone: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return alone
+
+    def decode_so_far(self, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+        """As :meth:`decode`, without an incomplete character at the end: what may be shown while more is coming."""
+        text = self.decode(ids, prompt)
+        end = len(text.rstrip(_INCOMPLETE))
+        return text[:end] if len(text) - end <= 4 else text
+
+
+def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """The bundle's tokenizer; None where it has none.
+
+    Raises:
+        InputError: It is damaged.
+    """
+    data = bundle.asset("tokenizer.json")
+    if data is None:
+        return None
+    raw = bundle.asset("tokenizer_config.json")
+    config = load_json(raw, "tokenizer_config.json") if raw else {}
+    separate = bundle.asset("chat_template.jinja")
+    template = separate.decode("utf-8") if separate is not None else _template(config.get("chat_template"))
+    return Tokenizer(data, template, _token(config.get("bos_token")), _token(config.get("eos_token")))
+
+
+def _template(value: Any) -> str | None:
+    """One template, or a list of named ones of which ``default`` counts."""
+    if isinstance(value, list):
+        value = next((t.get("template") for t in value if isinstance(t, dict) and t.get("name") == "default"), None)
+    return value if isinstance(value, str) else None
+
+
+def _token(value: Any) -> str:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
