@@ -169,7 +169,14 @@ def test_judge_when_value_or_gate_is_not_finite_then_is_red(value, relation):
 
 @pytest.mark.parametrize(
     ("value", "relation", "verdict"),
-    [(1.0, "<=", "green"), (1.0, ">=", "green"), (1.0, "==", "green"), (1.5, "<=", "red"), (0.5, ">=", "red"), (2.0, "==", "red")],
+    [
+        (1.0, "<=", "green"),
+        (1.0, ">=", "green"),
+        (1.0, "==", "green"),
+        (1.5, "<=", "red"),
+        (0.5, ">=", "red"),
+        (2.0, "==", "red"),
+    ],
 )
 def test_judge_when_value_stands_to_the_gate_then_the_relation_decides(value, relation, verdict):
     assert judge("g", "m", value, 1.0, relation).verdict == verdict
@@ -219,4 +226,8 @@ def test_report_when_values_are_not_finite_then_its_json_is_still_json():
     checks = (judge("g", "m", math.nan, 1), judge("g", "n", math.inf, math.inf), Check("g", "o", 1.0, None, "==", "reported"))
     text = json.dumps(report(*checks).to_json(), allow_nan=False)
     found = json.loads(text)["checks"]
-    assert [(c["value"], c["gate"], c["verdict"]) for c in found] == [(None, 1, "red"), (None, None, "red"), (1.0, None, "reported")]
+    assert [(c["value"], c["gate"], c["verdict"]) for c in found] == [
+        (None, 1, "red"),
+        (None, None, "red"),
+        (1.0, None, "reported"),
+    ]

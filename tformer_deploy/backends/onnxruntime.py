@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -90,12 +92,12 @@ class OnnxRuntimeBackend:
         self.dtype: DType = manifest.dtype
         self.notes: tuple[str, ...] = ()
         self._threads, self._sessions = threads, dict[Phase, Any]()
-        self._folder, self._scratch = bundle.path, None
+        self._folder = bundle.path
         if manifest.dtype == "bf16":
             from tformer_deploy.backends.bf16 import write_fp32_graphs
 
-            self._scratch = tempfile.TemporaryDirectory(prefix="tformer-deploy-")
-            self._folder, self.dtype = Path(self._scratch.name), "fp32"
+            self._folder, self.dtype = Path(tempfile.mkdtemp(prefix="tformer-deploy-")), "fp32"
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
             write_fp32_graphs(bundle, self._folder)
             self.notes = (
                 "ONNX Runtime's CPU provider has no bf16 MatMul: what ran is the bf16 graph cast to fp32, over the bf16 weights. "

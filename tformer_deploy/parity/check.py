@@ -27,7 +27,7 @@ from tformer_deploy.reference import Decoder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tformer_deploy.config import DType
+    from tformer_deploy.config import DType, ModelConfig
     from tformer_deploy.parity.oracle import Oracle
 
 # What float32 itself may be away from float64, times this, is the line of a deep or hot model.
@@ -55,30 +55,20 @@ def check_bundle(
         InputError: The bundle or the checkpoint cannot be read.
     """
     bundle = open_bundle(bundle_path)
-    checkpoint = None if checkpoint_path is None else open_checkpoint(checkpoint_path)
+    # A checkpoint that bounds no length was exported with one, which stands in here too.
+    length = bundle.manifest.config.max_length
+    checkpoint = None if checkpoint_path is None else open_checkpoint(checkpoint_path, length)
     checks: list[Check] = []
     notes: list[str] = []
     if checkpoint is not None:
         on_progress("weights")
         checks += compare_weights(bundle, checkpoint)
         notes += _source_notes(bundle, checkpoint)
-    plan = make_plan(bundle.manifest.config, bundle.manifest.max_length, suite)
-    on_progress("PyTorch reference")
-    # A config that differs is red already; the checkpoint's own decides what is right.
-    oracle = ask(_reference(bundle, checkpoint), plan)
-    gc.collect()
-    on_progress("ONNX Runtime")
-    backend = open_session(bundle, backend="onnxruntime").backend
-    notes += backend.notes
-    if checkpoint is None or checkpoint.config.vocab_size == bundle.manifest.config.vocab_size:
-        found = _compare(Comparison(backend, bundle.manifest.dtype, plan, oracle), on_progress)
-        if any(c.verdict == "red" for c in found):
-            on_progress("PyTorch's own rounding")
-            lines, note = own_lines(_reference(bundle, checkpoint), bundle.manifest.dtype, plan, oracle)
-            if note:
-                notes.append(note)
-                found = _compare(Comparison(backend, bundle.manifest.dtype, plan, oracle, lines), on_progress)
-        checks += found
+    if checkpoint is None or _same_shape(bundle.manifest.config, checkpoint.config):
+        found, said = _compare_values(bundle, checkpoint, suite, on_progress)
+        checks, notes = checks + found, notes + said
+    else:
+        notes.append("The checkpoint is of another shape, so that no values could be compared.")
     return Report(
         bundle=str(bundle_path),
         core_sha256=bundle.core_sha256,
@@ -90,6 +80,34 @@ def check_bundle(
         complete=checkpoint is not None,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
     )
+
+
+def _compare_values(
+    bundle: Bundle, checkpoint: Checkpoint | None, suite: Suite, on_progress: Callable[[str], None]
+) -> tuple[list[Check], list[str]]:
+    """Values on ONNX Runtime against the PyTorch reference, and what a reader must know about them."""
+    plan, dtype = make_plan(bundle.manifest.config, bundle.manifest.max_length, suite), bundle.manifest.dtype
+    on_progress("PyTorch reference")
+    # A config that differs is red already; the checkpoint's own decides what is right.
+    oracle = ask(_reference(bundle, checkpoint), plan)
+    gc.collect()
+    on_progress("ONNX Runtime")
+    backend = open_session(bundle, backend="onnxruntime").backend
+    notes = list(backend.notes)
+    found = _compare(Comparison(backend, dtype, plan, oracle), on_progress)
+    if any(c.verdict == "red" for c in found):
+        on_progress("PyTorch's own rounding")
+        lines, note = own_lines(_reference(bundle, checkpoint), dtype, plan, oracle)
+        if note:
+            notes.append(note)
+            found = _compare(Comparison(backend, dtype, plan, oracle, lines), on_progress)
+    return found, notes
+
+
+def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:
+    """Whether the rows and caches of one fit the other."""
+    shapes = [(c.vocab_size, c.n_layers, c.n_kv_heads, c.head_dim, c.max_length) for c in (a, b)]
+    return shapes[0] == shapes[1]
 
 
 def _compare(comparison: Comparison, on_progress: Callable[[str], None]) -> list[Check]:
@@ -170,15 +188,15 @@ def hot_lines(decoder: Decoder, plan: Plan, oracle: Oracle) -> tuple[Gates, str]
     if lines == plain:
         return plain, ""
     return lines, (
-        f"This model amplifies rounding: PyTorch's own float32 is {own.max_abs:.2g} (max abs), {own.rel_l2_p95:.2g} (relative L2) "
-        f"and {own.mean_kl:.2g} (KL) away from float64; a line is {_HOT:g} × that where it is above the plain one."
+        f"This model amplifies rounding: PyTorch's own float32 is {own.max_abs:.2g} (max abs), {own.rel_l2_p95:.2g} "
+        f"(relative L2) and {own.mean_kl:.2g} (KL) away from float64; a line is {_HOT:g} × that where it is above the plain one."
     )
 
 
 def _reference(bundle: Bundle, checkpoint: Checkpoint | None) -> Decoder:
     if checkpoint is None:
         return bundle_backend(bundle).decoder.to(torch.float32)
-    return Decoder.from_pretrained(checkpoint.path, torch.float32)
+    return Decoder.from_pretrained(checkpoint.path, torch.float32, bundle.manifest.config.max_length)
 
 
 def _source_notes(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
@@ -187,5 +205,6 @@ def _source_notes(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
     if found == source.sha256:
         return []
     return [
-        f"The bundle was made from {source.name} (sha256 {source.sha256[:12]}); this checkpoint is {checkpoint.name} (sha256 {found[:12]})."
+        f"The bundle was made from {source.name} (sha256 {source.sha256[:12]}); this checkpoint is {checkpoint.name} "
+        f"(sha256 {found[:12]})."
     ]

@@ -36,9 +36,7 @@ class LogitMetrics:
     top1_positions: int
 
 
-def compare_logits(
-    wanted: Sequence[NDArray[np.float32]], found: Sequence[NDArray[np.float32]], margin: float
-) -> LogitMetrics:
+def compare_logits(wanted: Sequence[NDArray[np.float32]], found: Sequence[NDArray[np.float32]], margin: float) -> LogitMetrics:
     """Compares pairs of [N_i, V] arrays position by position.
 
     Args:

@@ -92,13 +92,15 @@ class Report:
                 table.add_section()
             gate = "" if c.gate is None else f"{c.relation} {c.gate:g}"
             first = c.group if c.group != group else ""
-            table.add_row(first, c.metric, f"{c.value:.3g}", gate, f"[{_COLOURS[c.verdict]}]{c.verdict}[/]", c.detail.replace("[", r"\["))
+            verdict, detail = f"[{_COLOURS[c.verdict]}]{c.verdict}[/]", c.detail.replace("[", r"\[")
+            table.add_row(first, c.metric, f"{c.value:.3g}", gate, verdict, detail)
             group = c.group
         console.print(table)
         for note in self.notes:
             console.print(f"Note: {note}", highlight=False, markup=False)
         colour = "green" if self.passed else "bold red"
-        console.print(f"Verdict: [{colour}]{self.verdict}[/] ({self.suite} suite, {self.dtype} gates, core {self.core_sha256[:12]})")
+        against = f"{self.suite} suite, {self.dtype} gates, core {self.core_sha256[:12]}"
+        console.print(f"Verdict: [{colour}]{self.verdict}[/] ({against})")
 
 
 def _finite(value: float | None) -> float | None:

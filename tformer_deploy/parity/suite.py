@@ -47,15 +47,14 @@ class Comparison:
         width, before = max(plan.lengths), self._read(cache)
         prefilled = self._prefill([r[:n] for r, n in zip(plan.rows, plan.lengths, strict=True)], cache, every_position=True)
         after = self._read(cache)
-        touched = sum(
-            not np.array_equal(b[:, :, width:], a[:, :, width:]) for b, a in zip(before, after, strict=True)
-        )
+        touched = sum(not np.array_equal(b[:, :, width:], a[:, :, width:]) for b, a in zip(before, after, strict=True))
         checks = self._logits(
             "prefill, ragged batch",
             [o[:n] for o, n in zip(self.oracle.logits, plan.lengths, strict=True)],
             [p[:n] for p, n in zip(prefilled, plan.lengths, strict=True)],
         )
-        checks += [self._caches("prefill caches", after, plan.lengths), judge("prefill caches", "tensors touched past the prompt", touched, 0, "==")]
+        checks.append(self._caches("prefill caches", after, plan.lengths))
+        checks.append(judge("prefill caches", "tensors touched past the prompt", touched, 0, "=="))
         found: list[list[NDArray[np.float32]]] = [[] for _ in plan.rows]
         strayed = 0
         for step in range(plan.steps):
@@ -91,10 +90,11 @@ class Comparison:
         """Every row of the ragged batch against the same row alone, prefill and one step."""
         plan = self.plan
         prompts = [r[:n] for r, n in zip(plan.rows, plan.lengths, strict=True)]
+        new = [[r[n]] for r, n in zip(plan.rows, plan.lengths, strict=True)] if plan.steps else []
         cache = self._cache(len(prompts))
         together = [self._prefill(prompts, cache)[:, 0]]
         if plan.steps:
-            together.append(self._decode([[r[n]] for r, n in zip(plan.rows, plan.lengths, strict=True)], list(plan.lengths), cache)[:, 0])
+            together.append(self._decode(new, plan.lengths, cache)[:, 0])
         worst = [0.0] * len(together)
         for i, (row, n) in enumerate(zip(plan.rows, plan.lengths, strict=True)):
             single = self._cache(1)
@@ -122,6 +122,7 @@ class Comparison:
         if not plan.steps:
             return []
         results = []
+        new = [[r[n]] for r, n in zip(plan.rows, plan.lengths, strict=True)]
         for poison in (0.0, _POISON[self.backend.dtype], -_POISON[self.backend.dtype]):
             cache = self._cache(len(plan.rows))
             self._prefill([r[:n] for r, n in zip(plan.rows, plan.lengths, strict=True)], cache)
@@ -130,7 +131,7 @@ class Comparison:
                 for row, n in enumerate(plan.lengths):
                     key[row, :, n:], value[row, :, n:] = poison, poison
                 cache.write(layer, key, value)
-            results.append(self._decode([[r[n]] for r, n in zip(plan.rows, plan.lengths, strict=True)], list(plan.lengths), cache))
+            results.append(self._decode(new, plan.lengths, cache))
         worst = _worse(max_abs(results[0], results[1]), max_abs(results[0], results[2]))
         return [judge("poisoned cache slots", "max abs", worst, 0.0)]
 
@@ -191,7 +192,9 @@ class Comparison:
     def _read(self, cache: KVCache) -> list[NDArray[np.float32]]:
         return [tensor for layer in self.layers for tensor in cache.read(layer)]
 
-    def _strayed(self, before: list[NDArray[np.float32]], after: list[NDArray[np.float32]], lengths: Sequence[int], new: int) -> int:
+    def _strayed(
+        self, before: list[NDArray[np.float32]], after: list[NDArray[np.float32]], lengths: Sequence[int], new: int
+    ) -> int:
         """Slots that changed although they were not to be written."""
         count = 0
         for b, a in zip(before, after, strict=True):

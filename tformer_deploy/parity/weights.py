@@ -26,15 +26,14 @@ def compare_weights(bundle: Bundle, checkpoint: Checkpoint) -> list[Check]:
     if checkpoint.config != manifest.config:
         wrong.append("the config differs from the checkpoint's")
     for name in sorted(wanted & set(manifest.tensors)):
-        if name == _ROPE:
-            expected = rope_frequencies(checkpoint.config)
-        else:
-            expected = checkpoint.read(name).to(_TORCH[manifest.dtype])
+        rope = name == _ROPE
+        expected = rope_frequencies(checkpoint.config) if rope else checkpoint.read(name).to(_TORCH[manifest.dtype])
         if tuple(expected.shape) != manifest.tensors[name].shape:
             wrong.append(f"{name} has shape {list(manifest.tensors[name].shape)}, expected {list(expected.shape)}")
         elif expected.contiguous().view(-1).view(torch.uint8).numpy().tobytes() != bundle.tensor(name).tobytes():
             wrong.append(f"{name} differs")
-    detail = f"{len(wanted)} tensors" if not wrong else "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+    more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+    detail = "; ".join(wrong[:8]) + more if wrong else f"{len(wanted)} tensors"
     return [
         judge("weights", "tensors compared", len(wanted), 1, ">="),
         judge("weights", "tensors that differ from the checkpoint", len(wrong), 0, "==", detail),

@@ -300,15 +300,17 @@ class Decoder(nn.Module):
         write_checkpoint(Path(path), self.config, self.state_dict())
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, dtype: torch.dtype | None = None) -> Self:
+    def from_pretrained(cls, path: str | Path, dtype: torch.dtype | None = None, max_length: int | None = None) -> Self:
         """Loads a checkpoint of any supported family (folder or GGUF file), in ``dtype`` or float32.
+
+        ``max_length`` stands in where the checkpoint bounds no length.
 
         Raises:
             InputError: The checkpoint is damaged or not supported.
         """
         from tformer_deploy.checkpoints import open_checkpoint
 
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, max_length)
         with torch.device("meta"):
             model = cls(checkpoint.config)
         model = model.to(dtype or torch.float32).to_empty(device="cpu")
