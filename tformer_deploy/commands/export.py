@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 
@@ -45,4 +46,5 @@ def command(
         click.echo(f"  {size:>14,}  {name}")
     click.echo("Checked against PyTorch: quick suite green." if check else "Not checked against PyTorch.")
     verb = "generate" if check else "check"
-    click.echo(f"Next: tformer-deploy {verb} {path} " + ('"Once upon a time"' if check else f"--checkpoint {checkpoint}"))
+    rest = '"Once upon a time"' if check else f"--checkpoint {shlex.quote(str(checkpoint))}"
+    click.echo(f"Next: tformer-deploy {verb} {shlex.quote(str(path))} {rest}")
