@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tformer_deploy.config import ModelConfig, RopeConfig
+from tformer_deploy.config import DType, ModelConfig, RopeConfig
 from tformer_deploy.reference import Decoder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +94,13 @@ def gpt2_bundle(tmp_path_factory: pytest.TempPathFactory, gpt2_checkpoint: Path)
     return _export(tmp_path_factory, gpt2_checkpoint)
 
 
-def _export(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+@pytest.fixture(scope="session")
+def llama_fp16_bundle(tmp_path_factory: pytest.TempPathFactory, llama_checkpoint: Path) -> Path:
+    """The llama-like checkpoint exported in fp16, unchecked. Copy it before editing."""
+    return _export(tmp_path_factory, llama_checkpoint, "fp16")
+
+
+def _export(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, dtype: DType = "fp32") -> Path:
     from tformer_deploy.api import export
 
-    return export(checkpoint, tmp_path_factory.mktemp("bundles") / f"{checkpoint.name}.bundle", check=False)
+    return export(checkpoint, tmp_path_factory.mktemp("bundles") / f"{checkpoint.name}.bundle", dtype=dtype, check=False)

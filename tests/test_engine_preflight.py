@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from conftest import LLAMA_LIKE
+
 from tformer_deploy.bundle import Manifest, open_bundle
 from tformer_deploy.errors import CapabilityError, InputError, UsageError
 from tformer_deploy.exporters.tensorrt import flavours

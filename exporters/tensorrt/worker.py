@@ -81,7 +81,7 @@ def build_plan(flavour: Flavour, request: dict[str, Any], send: Any) -> dict[str
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise InputError(f"TensorRT cannot build this graph: {logger.first_error()}", _cure(logger.first_error()))
-    _require_no_unused_input(logger)
+    require_no_unused_input(logger)
     data = memoryview(plan)
     names = [(p["name"], p["sequence"] == [1, 1, 1]) for p in request["profiles"]]
     proofs = prove_fusion(data, "\n".join(logger.layers), attentions, names)
@@ -112,7 +112,7 @@ def _parse(flavour: Flavour, network: Any, logger: Any, request: dict[str, Any])
     # Weights are found beside ``path``. Junk parses as an empty network, hence the count of outputs.
     if not parser.parse(fixed_graph(path, request["capacity"]), str(path)) or not network.num_outputs:
         raise InputError(f"TensorRT cannot parse {path}: {_parser_error(parser, logger)}", "Export the bundle again.")
-    _require_no_unused_input(logger)
+    require_no_unused_input(logger)
     attentions, updates = walk(flavour, network, request["decomposable"])
     n_layers = request["n_layers"]
     if (len(attentions), updates) != (n_layers, 2 * n_layers):
@@ -151,7 +151,7 @@ def walk(flavour: Flavour, network: Any, decomposable: bool) -> tuple[list[str],
     return attentions, updates
 
 
-def _require_no_unused_input(logger: Any) -> None:
+def require_no_unused_input(logger: Any) -> None:
     """An input that the parser drops would change what the graph computes."""
     if unused := [text for text in logger.complaints if "unused input" in text.lower()]:
         raise InputError(f"TensorRT drops an input of the graph: {unused[0]}", "Export the bundle again.")
