@@ -80,7 +80,9 @@ def test_exporters_when_imported_under_another_name_then_refuse():
 
 def test_repository_when_searched_then_holds_no_path_of_one_machine():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    texts = [ROOT / f for f in tracked if f.endswith((".py", ".md", ".toml", ".txt", ".sh", ".cpp", ".json")) and (ROOT / f).is_file()]
+    texts = [
+        ROOT / f for f in tracked if f.endswith((".py", ".md", ".toml", ".txt", ".sh", ".cpp", ".json")) and (ROOT / f).is_file()
+    ]
     pattern = re.compile(r"/(work|tmp|root|home)/[A-Za-z0-9_.]")
     found = [str(f) for f in texts if f.name != "test_architecture.py" and pattern.search(f.read_text("utf-8", errors="ignore"))]
     assert not [f for f in found if "/tests/" not in f]

@@ -65,7 +65,9 @@ def test_tiny_random_gpt2_when_every_prefix_is_prefilled_then_gives_the_publishe
     assert greedy(session, golden["input_ids"], 6) == golden["greedy_sequences_len10"]
 
 
-def test_capp_gpt2_when_compared_with_another_exporters_graph_then_agrees_in_prefill_and_ten_cached_steps(sessions, shared_models):
+def test_capp_gpt2_when_compared_with_another_exporters_graph_then_agrees_in_prefill_and_ten_cached_steps(
+    sessions, shared_models
+):
     import onnxruntime
 
     peer = onnxruntime.InferenceSession(str(shared_models / "capp-gpt2" / "peer_model_with_kv_cache.onnx"))
@@ -75,7 +77,11 @@ def test_capp_gpt2_when_compared_with_another_exporters_graph_then_agrees_in_pre
     logits = session.prefill([ids])
     for step in range(11):
         positions = np.arange(length, length + len(new))[None]
-        feeds = {"input_ids": np.array([new]), "position_ids": positions, "attention_mask": np.ones((1, length + len(new)), np.int64)}
+        feeds = {
+            "input_ids": np.array([new]),
+            "position_ids": positions,
+            "attention_mask": np.ones((1, length + len(new)), np.int64),
+        }
         found, *present = peer.run(None, feeds | caches)
         caches, length = dict(zip(caches, present, strict=True)), length + len(new)
         worst = max(worst, float(np.abs(found[0, -1] - logits[0]).max()))

@@ -45,7 +45,9 @@ def test_tour_engine_and_python_blocks_when_run_in_order_then_succeed(folder: Pa
             assert language == "sh"
             shell(text, folder)
     python = "\n".join(text for mark, _, text in BLOCKS if mark == "python")
-    done = subprocess.run([sys.executable, "-c", python], cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", python], cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.splitlines()[-1]) < 1e-4
     assert len((folder / "demo" / "tour.jsonl").read_text("utf-8").splitlines()) == len(

@@ -95,7 +95,9 @@ def _report(error: Exception) -> int:
             click.echo(f"  → {error.hint}", err=True)
         return error.exit_code
     click.echo(f"Error: {type(error).__name__}: {error}", err=True)
-    click.echo("  → This is a defect of tformer-deploy: run again as `tformer-deploy --debug …` and report what it prints.", err=True)
+    click.echo(
+        "  → This is a defect of tformer-deploy: run again as `tformer-deploy --debug …` and report what it prints.", err=True
+    )
     return 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    Logits: TypeAlias = NDArray[np.float32]
+
     from tformer_deploy.backends.base import Backend, KVCache
     from tformer_deploy.reference.decoder import Decoder
 
-Logits = NDArray[np.float32] if TYPE_CHECKING else np.ndarray
 
 # Tokens (padding included) that one prefill call computes. The graph's attention makes S × S scores for each row and
 # head, so this bounds memory; beyond some hundred tokens a larger call is no faster.

@@ -92,8 +92,8 @@ class TorchBackend:
         """See :class:`Backend`."""
         assert isinstance(cache, TorchCache)
         with torch.inference_mode():
-            inputs = (self._tensor(x) for x in (input_ids, past_lengths, logit_positions))
-            return self._store(self.decoder.decode(*inputs, cache.tensors), cache)
+            ids, lengths, positions = (self._tensor(x) for x in (input_ids, past_lengths, logit_positions))
+            return self._store(self.decoder.decode(ids, lengths, positions, cache.tensors), cache)
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -53,13 +53,15 @@ class Row:
         error: None where there is a request.
     """
 
-    id: Any
+    id: str | int
     line: int
     request: Request | None
     error: RowError | None
 
 
-def read_rows(file: IO[bytes], config: ModelConfig, max_length: int, tokenizer: Tokenizer | None, defaults: Defaults) -> list[Row]:
+def read_rows(
+    file: IO[bytes], config: ModelConfig, max_length: int, tokenizer: Tokenizer | None, defaults: Defaults
+) -> list[Row]:
     """Every row of a prompts file, blank lines left out.
 
     Raises:
@@ -68,21 +70,30 @@ def read_rows(file: IO[bytes], config: ModelConfig, max_length: int, tokenizer: 
     rows: list[Row] = []
     lines: dict[str, int] = {}
     for number, data in _lines(file):
-        row_id: Any = number
+        row_id: str | int = number
         try:
             raw = _parse(data)
-            row_id = raw.get("id", number)
-            if not isinstance(row_id, (str, int)) or isinstance(row_id, bool):
-                row_id = number
-                raise RowError("invalid_field", f"id is {raw['id']!r}; expected text or a whole number.")
+            if "id" in raw:
+                row_id = _row_id(raw["id"])
+                _refuse_second(row_id, number, lines)
             request = _request(raw, number - 1, config, max_length, tokenizer, defaults)
             rows.append(Row(row_id, number, request, None))
         except RowError as e:
             rows.append(Row(row_id, number, None, e))
-        if str(row_id) in lines:
-            raise InputError(f"Lines {lines[str(row_id)]} and {number} both have the id {str(row_id)[:80]!r}.", "Give every row its own id.")
-        lines[str(row_id)] = number
     return rows
+
+
+def _row_id(value: Any) -> str | int:
+    if type(value) is int or isinstance(value, str):
+        return value
+    raise RowError("invalid_field", f"id is {value!r}; expected text or a whole number.")
+
+
+def _refuse_second(row_id: str | int, number: int, lines: dict[str, int]) -> None:
+    """Results are told apart by their ids: 1 and "1" are the same."""
+    first = lines.setdefault(str(row_id), number)
+    if first != number:
+        raise InputError(f"Lines {first} and {number} both have the id {str(row_id)[:80]!r}.", "Give every row its own id.")
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:

@@ -49,7 +49,13 @@ def command(
     ids = np.random.default_rng(0).integers(0, opened.manifest.config.vocab_size, (batch, prompt_length))
     runs = [measure(session, ids.tolist(), new_tokens) for _ in range(repeats + 1)][1:]
     result = summary(runs, batch, prompt_length)
-    result |= {"bundle": bundle.name, "backend": backend, "dtype": opened.manifest.dtype, "threads": threads, "versions": versions()}
+    result |= {
+        "bundle": bundle.name,
+        "backend": backend,
+        "dtype": opened.manifest.dtype,
+        "threads": threads,
+        "versions": versions(),
+    }
     if not as_json:
         table = Table("figure", "median", title=f"{bundle.name}: batch {batch}, {prompt_length} + {new_tokens} tokens, {backend}")
         for name in ("ttft_ms", "tpot_ms", "itl_p99_ms", "prefill_tokens_per_s", "decode_tokens_per_s", "peak_mib"):

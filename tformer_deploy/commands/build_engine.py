@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -18,7 +18,6 @@ from tformer_deploy.config import DTYPES
 
 if TYPE_CHECKING:
     from tformer_deploy.config import DType
-    from tformer_deploy.exporters.tensorrt import BuiltEngine
 
 
 @click.command("build-engine", short_help="Compile a bundle with TensorRT; fused attention is proven.")
@@ -52,7 +51,7 @@ def command(
     The engine is kept only when every attention of every profile became a fused kernel.
     """
     with _Bar() as bar:
-        built: BuiltEngine = api.build_engine(
+        built: Any = api.build_engine(
             bundle, flavour=flavour, layout=layout, dtype=dtype, capacity=capacity, max_batch=max_batch, prompt_buckets=buckets,
             targets=targets, force=force, on_progress=bar.update,
         )  # fmt: skip
@@ -63,7 +62,7 @@ def command(
         _render(built, Console())
 
 
-def _render(built: BuiltEngine, console: Console) -> None:
+def _render(built: Any, console: Console) -> None:
     record = built.record
     table = Table(
         "profile", "rows", "new tokens a row", "fused attention (plan)", "fused attention (log)",

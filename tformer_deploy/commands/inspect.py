@@ -87,7 +87,9 @@ def _mib(size: int) -> str:
 def _render(found: dict[str, Any], console: Console) -> None:
     config, source = found["config"], found["source"]
     console.print(f"[bold]{found['path']}[/bold]  core {found['core_sha256'][:12]}", highlight=False)
-    console.print(f"from {source['name']} ({source['family']}, {source['format']}), {found['dtype']}, max_length {found['max_length']}")
+    console.print(
+        f"from {source['name']} ({source['family']}, {source['format']}), {found['dtype']}, max_length {found['max_length']}"
+    )
     console.print(
         f"{config['n_layers']} layers, width {config['d_model']}, {config['n_heads']} heads over {config['n_kv_heads']} kv heads of "
         f"{config['head_dim']}, vocabulary {config['vocab_size']}, {config['norm']}, {config['positions']} positions, "
@@ -98,7 +100,9 @@ def _render(found: dict[str, Any], console: Console) -> None:
     console.print(
         f"caches: {cache['bytes_per_token']:,} bytes a token, {_mib(cache['bytes_per_row_at_max_length'])} a row at max_length"
     )
-    graphs = Table("graph", "input or output", "dtype", "dims", title="Graphs (opset 24, caches updated in place)", title_justify="left")
+    graphs = Table(
+        "graph", "input or output", "dtype", "dims", title="Graphs (opset 24, caches updated in place)", title_justify="left"
+    )
     for phase, graph in found["graphs"].items():
         for kind in ("inputs", "outputs"):
             for signature in _without_later_layers(graph[kind]):

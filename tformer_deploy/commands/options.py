@@ -18,13 +18,19 @@ _OPTIONS = [
     click.option("--max-new-tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate at most."),
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
     click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."),
-    click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens that reach this probability."),
+    click.option(
+        "--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens that reach this probability."
+    ),
     click.option("--min-p", type=float, default=0.0, show_default=True, help="Keep tokens of this share of the likeliest one's."),
-    click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: ids of the row are less likely."),
+    click.option(
+        "--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: ids of the row are less likely."
+    ),
     click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Of the random numbers."),
     click.option("--stop", multiple=True, help="Text that ends a completion; repeatable."),
     click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True),
-    click.option("--threads", type=click.IntRange(1, 1024), default=None, help="Threads of the runtime; its default where absent."),
+    click.option(
+        "--threads", type=click.IntRange(1, 1024), default=None, help="Threads of the runtime; its default where absent."
+    ),
 ]
 
 

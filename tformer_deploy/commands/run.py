@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 @click.argument("prompts", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="JSONL of completions; - is stdout.")
 @click.option("--max-batch", type=click.IntRange(1, 4096), default=16, show_default=True, help="Rows that run together.")
-@click.option("--bucket-edge", "edges", type=click.IntRange(1), multiple=True, help="Edge of a length bucket, in tokens; repeatable.")
+@click.option(
+    "--bucket-edge", "edges", type=click.IntRange(1), multiple=True, help="Edge of a length bucket, in tokens; repeatable."
+)
 @click.option("--allow-errors", is_flag=True, help="Exit 0 even when some rows failed.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")

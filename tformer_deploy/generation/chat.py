@@ -14,6 +14,7 @@ from tformer_deploy.errors import InputError, ResourceError
 _SECONDS = 5
 _BYTES = 2**30
 _OUTPUT = 2**24
+_HINT = "Use another template, or leave --chat out."
 
 
 def render(template: str, messages: list[dict[str, str]], bos_token: str, eos_token: str) -> str:
@@ -30,15 +31,13 @@ def render(template: str, messages: list[dict[str, str]], bos_token: str, eos_to
             input=json.dumps(request).encode(), capture_output=True, timeout=4 * _SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise ResourceError(f"The chat template did not end within {4 * _SECONDS} s.", "Use another template, or leave --chat out.") from None
+        raise ResourceError(f"The chat template did not end within {4 * _SECONDS} s.", _HINT) from None
     try:
         answer = json.loads(done.stdout)
     except ValueError:
-        raise ResourceError(
-            f"The chat template took more than {_SECONDS} s or {_BYTES >> 20} MiB.", "Use another template, or leave --chat out."
-        ) from None
+        raise ResourceError(f"The chat template took more than {_SECONDS} s or {_BYTES >> 20} MiB.", _HINT) from None
     if "error" in answer:
-        raise InputError(f"The chat template cannot be used: {answer['error']}", "Use another template, or leave --chat out.")
+        raise InputError(f"The chat template cannot be used: {answer['error']}", _HINT)
     text: str = answer["text"]
     return text
 

@@ -45,7 +45,8 @@ class SamplingOptions:
         if type(self.top_k) is not int or self.top_k < 0:
             raise UsageError(f"top_k is {self.top_k!r}; expected a whole number from 0.", "Choose another top_k; 0 keeps all.")
         if not _number(self.repetition_penalty) or self.repetition_penalty <= 0:
-            raise UsageError(f"repetition_penalty is {self.repetition_penalty!r}; expected a number above 0.", "1 changes nothing.")
+            found = f"repetition_penalty is {self.repetition_penalty!r}"
+            raise UsageError(f"{found}; expected a number above 0.", "Choose another one; 1 changes nothing.")
 
 
 def _number(value: object) -> bool:
@@ -75,7 +76,8 @@ def sample(logits: NDArray[np.float32], options: SamplingOptions, seed: int, pos
     scores = logits.astype(np.float64)
     if options.repetition_penalty != 1.0 and len(history):
         seen = np.unique(np.asarray(history))
-        scores[seen] = np.where(scores[seen] > 0, scores[seen] / options.repetition_penalty, scores[seen] * options.repetition_penalty)
+        penalty = options.repetition_penalty
+        scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
     if options.temperature == 0:
         return int(scores.argmax())
     # Subtracting first keeps tiny temperatures finite.

@@ -27,7 +27,8 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as e:
-            raise InputError(f"tokenizer.json cannot be read: {e}", "Export the checkpoint again with a tokenizer that loads.") from None
+            hint = "Export the checkpoint again with a tokenizer that loads."
+            raise InputError(f"tokenizer.json cannot be read: {e}", hint) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._template, self._bos, self._eos = template, bos_token, eos_token
