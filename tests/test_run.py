@@ -93,12 +93,18 @@ def test_run_when_rows_are_good_and_bad_then_each_has_one_result_in_order(shakes
     prompts.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
     assert cli.run(["run", str(shakespeare), str(prompts), "-o", str(output)]) == 1
     rows = [json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]]
-    assert [r["id"] for r in rows] == ["a", 2, 7, "c", "d", "e", "f", 9, "g", "h", "i", "j"]
-    codes = {r["id"]: r["error"]["code"] for r in rows if "error" in r}
+    assert [r["id"] for r in rows] == ["a", None, 7, "c", "d", None, "f", 9, "g", "h", "i", "j"]
+    codes = {r["line"]: r["error"]["code"] for r in rows if "error" in r}
     assert codes == {
-        2: "invalid_json", "c": "empty_prompt", "d": "prompt_too_long", "e": "invalid_utf8", "f": "token_out_of_range",
-        "g": "invalid_field", "h": "invalid_field", "i": "missing_prompt",
-    }  # fmt: skip
+        2: "invalid_json",
+        5: "empty_prompt",
+        6: "prompt_too_long",
+        7: "invalid_utf8",
+        8: "token_out_of_range",
+        10: "invalid_field",
+        11: "invalid_field",
+        12: "missing_prompt",
+    }
     assert set(rows[0]) == {"id", "text", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens"}
     assert rows[0]["completion_tokens"] == len(rows[0]["output_ids"]) == 5
     assert (rows[2]["text"], rows[2]["output_ids"], rows[2]["finish_reason"]) == ("", [], "length")

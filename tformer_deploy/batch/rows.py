@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 # The closed list of row error codes; the README documents them.
 Code = Literal[
     "invalid_utf8", "invalid_json", "line_too_long", "missing_prompt", "invalid_field", "empty_prompt", "prompt_too_long",
-    "token_out_of_range", "no_tokenizer",
+    "token_out_of_range", "no_tokenizer", "bad_logits",
 ]  # fmt: skip
 LINE_LIMIT = 16 * 2**20
 _SAMPLING = ("temperature", "top_k", "top_p")
+_FIELDS = {"id", "prompt", "input_ids", "max_new_tokens", "seed", "stop", *_SAMPLING}
+_LONG_ID = 64
 
 
 class RowError(Exception):
@@ -47,51 +50,83 @@ class Row:
     """One line of the file: a request, or the error that it is.
 
     Attributes:
-        id: The row's own, or its line number.
+        id: The row's own, or its line number; None where it cannot be read.
         line: Counted from 1.
         request: None where there is an error.
         error: None where there is a request.
     """
 
-    id: str | int
+    id: str | int | None
     line: int
     request: Request | None
     error: RowError | None
 
 
-def read_rows(
-    file: IO[bytes], config: ModelConfig, max_length: int, tokenizer: Tokenizer | None, defaults: Defaults
-) -> list[Row]:
-    """Every row of a prompts file, blank lines left out.
+@dataclass(frozen=True)
+class Scan:
+    """What a first look at a prompts file found.
+
+    Attributes:
+        rows: Lines that are not blank.
+        unknown: Names of fields that no row may have, sorted; they are ignored.
+    """
+
+    rows: int
+    unknown: tuple[str, ...]
+
+
+def scan(file: IO[bytes]) -> Scan:
+    """Reads a whole prompts file once, keeping nothing but ids, before any work is done.
 
     Raises:
         InputError: The file is UTF-16 or compressed, or two rows have the same id.
     """
-    rows: list[Row] = []
-    lines: dict[str, int] = {}
+    count, lines, unknown = 0, dict[str, int](), set[str]()
+    for number, data in _lines(file):
+        count += 1
+        try:
+            raw = _parse(data)
+            unknown |= raw.keys() - _FIELDS
+            if "id" in raw:
+                _refuse_second(_row_id(raw["id"]), number, lines)
+        except RowError:
+            continue  # reported when the row is read
+    return Scan(count, tuple(sorted(unknown)))
+
+
+def read_rows(
+    file: IO[bytes], config: ModelConfig, max_length: int, tokenizer: Tokenizer | None, defaults: Defaults
+) -> Iterator[Row]:
+    """Every row of a prompts file that :func:`scan` let pass, one by one; blank lines count as lines and give no row."""
     for number, data in _lines(file):
         row_id: str | int = number
         try:
             raw = _parse(data)
-            if "id" in raw:
-                row_id = _row_id(raw["id"])
-                _refuse_second(row_id, number, lines)
-            request = _request(raw, number - 1, config, max_length, tokenizer, defaults)
-            rows.append(Row(row_id, number, request, None))
+            row_id = _row_id(raw.get("id", number))
+            yield Row(row_id, number, _request(raw, number - 1, config, max_length, tokenizer, defaults), None)
         except RowError as e:
-            rows.append(Row(row_id, number, None, e))
-    return rows
+            yield Row(row_id, number, None, e)
 
 
 def _row_id(value: Any) -> str | int:
-    if type(value) is int or isinstance(value, str):
+    if type(value) is int or (isinstance(value, str) and _is_unicode(value)):
         return value
-    raise RowError("invalid_field", f"id is {value!r}; expected text or a whole number.")
+    raise RowError("invalid_field", f"id is {ascii(value)[:80]}; expected text or a whole number.")
+
+
+def _is_unicode(text: str) -> bool:
+    """False where JSON escapes left a lone surrogate, which no file can hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse_second(row_id: str | int, number: int, lines: dict[str, int]) -> None:
     """Results are told apart by their ids: 1 and "1" are the same."""
-    first = lines.setdefault(str(row_id), number)
+    key = str(row_id)
+    first = lines.setdefault(key if len(key) <= _LONG_ID else hashlib.sha256(key.encode()).hexdigest(), number)
     if first != number:
         raise InputError(f"Lines {first} and {number} both have the id {str(row_id)[:80]!r}.", "Give every row its own id.")
 
@@ -173,7 +208,7 @@ def _ids(raw: dict[str, Any], config: ModelConfig, tokenizer: Tokenizer | None) 
 
 def _stop(value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or any(not isinstance(s, str) or not s for s in strings):
+    if not isinstance(strings, list) or any(not isinstance(s, str) or not s or not _is_unicode(s) for s in strings):
         raise RowError("invalid_field", "stop is no text or list of texts that are not empty.")
     return tuple(strings)
 

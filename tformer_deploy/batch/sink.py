@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_TEMPORARY = ".tformer-tmp-"
+
+
 class Sink(Protocol):
     """Takes the result of each input row exactly once, in any order."""
 
@@ -34,17 +38,21 @@ class OrderedFile:
         self._temporary: Path | None = None
         if str(path) != "-":
             refuse_output(path, force)
-            self._temporary = path.with_name(f"{path.name}.tformer-tmp-{os.getpid()}")
+            self._temporary = path.with_name(f"{path.name}{_TEMPORARY}{os.getpid()}")
 
     def __enter__(self) -> Self:
+        if self._temporary is not None:
+            _remove_leftovers(self._path)
         self._file: IO[bytes] = sys.stdout.buffer if self._temporary is None else self._temporary.open("wb")
         return self
 
     def put(self, index: int, row: dict[str, Any]) -> None:
         """See :class:`Sink`."""
-        self._waiting[index] = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        # Some readers take these characters for the end of a line.
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
+        self._waiting[index] = text
         while self._next in self._waiting:
-            # A lone surrogate cannot be in a result: prompts that hold one are refused.
+            # A lone surrogate cannot be in a result: ids and prompts that hold one are refused.
             self._file.write(f"{self._waiting.pop(self._next)}\n".encode())
             self._next += 1
 
@@ -72,3 +80,21 @@ def refuse_output(path: Path, force: bool) -> None:
         raise UsageError(f"The output {path} exists and is no regular file.", "Name another output path.")
     if not force:
         raise UsageError(f"The output {path} exists.", "Give --force to replace it, or name another path.")
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes what a killed run left beside the output; a run that is still alive keeps its own."""
+    for leftover in path.parent.iterdir():
+        name, mark, pid = leftover.name.rpartition(_TEMPORARY)
+        if mark and name == path.name and pid.isdecimal() and not _alive(int(pid)):
+            leftover.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
