@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tformer_deploy.api import export
+from tformer_deploy.bundle import open_bundle
 
 SOURCES = Path(__file__).resolve().parent.parent / "samples" / "cpp"
 REQUIRED = os.environ.get("TFORMER_REQUIRE_CPP") == "1"
@@ -114,6 +115,20 @@ def test_greedy_when_the_prompt_is_longer_then_the_golden_goes_on(run, stories, 
     result = run(stories, "--max-new-tokens", "20", ids=",".join(map(str, golden[:61])))
     assert list(map(int, result.stdout.split())) == golden[61:81]
     assert result.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["llama_bundle", "gpt2_bundle"])
+def test_greedy_when_weights_are_hot_then_the_ids_that_python_gives(run, request, name):
+    bundle, ids = request.getfixturevalue(name), [5, 99, 1, 130, 42, 7]
+    session = open_bundle(bundle).session(threads=1)
+    logits, wanted = session.prefill([ids]), []
+    for _ in range(40):
+        wanted.append(int(logits[0].argmax()))
+        logits = session.decode(wanted[-1:])
+    result = run(bundle, "--max-new-tokens", "40", ids=",".join(map(str, ids)))
+    assert list(map(int, result.stdout.split())) == wanted
+    assert len(set(wanted)) > 5  # not one token over and over
+    assert result.returncode == 0, result.stderr
 
 
 def test_greedy_when_past_and_present_are_apart_then_the_copies_are_counted_and_it_fails(run, stories):

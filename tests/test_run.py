@@ -93,7 +93,7 @@ def test_run_when_rows_are_good_and_bad_then_each_has_one_result_in_order(shakes
     prompts.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
     assert cli.run(["run", str(shakespeare), str(prompts), "-o", str(output)]) == 1
     rows = [json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]]
-    assert [r["id"] for r in rows] == ["a", None, 7, "c", "d", None, "f", 9, "g", "h", "i", "j"]
+    assert [r["id"] for r in rows] == ["a", 2, 7, "c", "d", 7, "f", 9, "g", "h", "i", "j"]
     codes = {r["line"]: r["error"]["code"] for r in rows if "error" in r}
     assert codes == {
         2: "invalid_json",

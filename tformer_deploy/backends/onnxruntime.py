@@ -13,7 +13,7 @@ import numpy as np
 
 from tformer_deploy.backends.base import capacity_bucket
 from tformer_deploy.bundle.signature import INPUT_IDS, LOGIT_POSITIONS, LOGITS, PAST_LENGTHS, Phase, cache_names
-from tformer_deploy.errors import CapabilityError, InputError
+from tformer_deploy.errors import CapabilityError, InputError, ResourceError, TformerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,9 +136,19 @@ class OnnxRuntimeBackend:
         for past, present, value in zip(cache_names(n, "past_key_values"), cache_names(n, "present"), cache.values, strict=True):
             binding.bind_ortvalue_input(past, value)
             binding.bind_ortvalue_output(present, value)
-        session.run_with_iobinding(binding)
+        try:
+            session.run_with_iobinding(binding)
+        except Exception as e:
+            raise self._failure(e, phase, next(iter(inputs.values())).shape, cache) from e
         logits: NDArray[np.float32] = binding.get_outputs()[0].numpy()
         return logits
+
+    def _failure(self, error: Exception, phase: Phase, shape: tuple[int, ...], cache: OnnxRuntimeCache) -> TformerError:
+        reason = str(error).strip().splitlines()[0]
+        place = f"{phase} of {shape[0]} rows, {shape[1]} tokens each, capacity {cache.capacity}"
+        if "alloc" in reason or isinstance(error, MemoryError):
+            return ResourceError(f"ONNX Runtime ran out of memory in {place}: {reason}", "Lower --max-batch or --max-length.")
+        return InputError(f"ONNX Runtime {self._runtime.__version__} failed in {place}: {reason}")
 
     def _session(self, phase: Phase) -> Any:
         if phase not in self._sessions:
@@ -151,5 +161,7 @@ class OnnxRuntimeBackend:
                 self._sessions[phase] = self._runtime.InferenceSession(str(path), options, providers=[PROVIDER])
             except Exception as e:
                 reason = str(e).strip().splitlines()[0]
+                if "alloc" in reason:
+                    raise ResourceError(f"ONNX Runtime ran out of memory loading {path}: {reason}") from e
                 raise InputError(f"ONNX Runtime {self._runtime.__version__} cannot load {path}: {reason}") from e
         return self._sessions[phase]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -67,6 +68,8 @@ class OrderedFile:
             if kind is None:
                 self._temporary.replace(self._path)
         finally:
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._temporary.unlink(missing_ok=True)
 
 

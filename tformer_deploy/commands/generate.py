@@ -29,6 +29,8 @@ def command(
     min_p: float, repetition_penalty: float, seed: int, stop: tuple[str, ...], backend: str, threads: int | None,
 ) -> None:  # fmt: skip
     """Complete PROMPT and stream the text to stdout."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows less than Unicode
     options = sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
     opened = open_bundle(bundle)
     tokenizer = load_tokenizer(opened)

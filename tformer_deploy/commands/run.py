@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tformer_deploy.backends import open_session
 from tformer_deploy.batch.job import Summary, run_job
 from tformer_deploy.batch.planner import DEFAULT_EDGES
-from tformer_deploy.batch.rows import Defaults, read_rows
+from tformer_deploy.batch.rows import Defaults, read_rows, scan
 from tformer_deploy.batch.sink import OrderedFile
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.commands.options import generation_options, sampling_options, stop_strings
@@ -53,34 +55,49 @@ def command(
         raise UsageError("--json and -o - both write to stdout.", "Name an output file.")
     if prompts.exists() and output.exists() and prompts.samefile(output):
         raise UsageError(f"The output {output} is the prompts file.", "Name another output path.")
+    if str(output) != "-" and bundle.resolve() in output.resolve().parents:
+        raise UsageError(f"The output {output} lies in the bundle.", "Name a path outside the bundle.")
     opened = open_bundle(bundle)
     sink = OrderedFile(output, force)
     tokenizer = load_tokenizer(opened)
     defaults = Defaults(options, max_new_tokens, stop_strings(stop), seed)
     manifest = opened.manifest
     with _prompts(prompts) as file:
+        found = scan(file)
+        file.seek(0)
+        if found.unknown:
+            click.echo(f"Note: no row has the fields {', '.join(map(ascii, found.unknown))}; they are ignored.", err=True)
+        session = open_session(opened, backend=backend, threads=threads)
+        for note in session.backend.notes:
+            click.echo(f"Note: {note}", err=True)
+        generator = Generator(session, tokenizer, manifest.eos_token_ids)
         rows = read_rows(file, manifest.config, manifest.max_length, tokenizer, defaults)
-    session = open_session(opened, backend=backend, threads=threads)
-    for note in session.backend.notes:
-        click.echo(f"Note: {note}", err=True)
-    generator = Generator(session, tokenizer, manifest.eos_token_ids)
-    with sink, _progress(len(rows)) as step:
-        summary = run_job(rows, generator, sink, max_batch, tuple(sorted(set(edges))) or DEFAULT_EDGES, step)
+        with sink, _progress(found.rows) as step:
+            summary = run_job(rows, generator, sink, max_batch, tuple(sorted(set(edges))) or DEFAULT_EDGES, step)
     _report(summary, as_json)
     return 1 if summary.failed and not allow_errors else 0
 
 
 @contextlib.contextmanager
 def _prompts(path: Path) -> Iterator[IO[bytes]]:
+    """The file, seekable: it is read twice, so what comes through a pipe is first copied to a temporary file."""
     if str(path) == "-":
         if sys.stdin is None or sys.stdin.closed:
             raise UsageError("The prompts are to come from stdin, which is closed.", "Name a file.")
-        yield sys.stdin.buffer
-        return
-    if path.is_dir() or not path.exists():
+        source: IO[bytes] = sys.stdin.buffer
+    elif path.is_dir() or not path.exists():
         raise InputError(f"The prompts file {path} is {'a folder' if path.is_dir() else 'not there'}.", "Name a JSONL file.")
-    with path.open("rb") as file:
-        yield file
+    else:
+        source = path.open("rb")
+    with contextlib.ExitStack() as stack:
+        if str(path) != "-":
+            stack.enter_context(source)
+        if str(path) == "-" or not path.is_file():
+            copy = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(source, copy)
+            copy.seek(0)
+            source = copy
+        yield source
 
 
 @contextlib.contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tformer_deploy.errors import InputError
-from tformer_deploy.generation.sampling import SamplingOptions, sample
+from tformer_deploy.generation.sampling import LogitsError, SamplingOptions, sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,11 +48,13 @@ class Completion:
         output_ids: Generated ids, a generated end-of-text id included.
         text: Their text without that id, cut before a stop string; None without a tokenizer.
         finish_reason: ``stop`` (end of text or stop string) or ``length``.
+        error: None, or why the row could not go on: the model's logits were not finite.
     """
 
     output_ids: tuple[int, ...]
     text: str | None
     finish_reason: FinishReason
+    error: str | None = None
 
 
 class _Row:
@@ -61,16 +64,19 @@ class _Row:
         self.index, self.request, self.eos, self.tokenizer = index, request, eos, tokenizer
         self.room = min(request.max_new_tokens, limit - len(request.input_ids))
         self.ids: list[int] = []
+        self.history = list(request.input_ids)
         self.cut: str | None = None
-
-    @property
-    def history(self) -> list[int]:
-        return [*self.request.input_ids, *self.ids]
+        self.error: str | None = None
 
     def take(self, logits: NDArray[np.float32]) -> bool:
         """Chooses the next token; True when the row has ended."""
-        history = self.history
-        self.ids.append(sample(logits, self.request.options, self.request.seed, len(history), history))
+        try:
+            token = sample(logits, self.request.options, self.request.seed, len(self.history), self.history)
+        except LogitsError as e:
+            self.error = e.message
+            return True
+        self.ids.append(token)
+        self.history.append(token)
         if self.ids[-1] in self.eos or len(self.ids) >= self.room:
             self._look_for_stop()
             return True
@@ -95,7 +101,7 @@ class _Row:
     def completion(self) -> Completion:
         ended = self.cut is not None or bool(self.ids and self.ids[-1] in self.eos)
         text = None if self.tokenizer is None else self.cut if self.cut is not None else self.text()
-        return Completion(tuple(self.ids), text, "stop" if ended else "length")
+        return Completion(tuple(self.ids), text, "stop" if ended else "length", self.error)
 
 
 class Generator:
@@ -138,7 +144,12 @@ class Generator:
         return [done[i] for i in range(len(requests))]
 
     def stream(self, request: Request, on_text: Callable[[str], None]) -> Completion:
-        """One completion; ``on_text`` gets its text piece by piece, never a part of a character or of a stop string."""
+        """One completion; ``on_text`` gets its text piece by piece, never a part of a character or of a stop string.
+
+        Raises:
+            InputError: As :meth:`generate`.
+            LogitsError: The model's logits are not finite.
+        """
         row = self._row(0, request)
         if row.room <= 0:
             return row.completion()
@@ -152,6 +163,8 @@ class Generator:
                     shown = len(text) - held
             logits = self.session.decode([row.ids[-1]])
         completion = row.completion()
+        if completion.error is not None:
+            raise LogitsError(completion.error, "Check the bundle with tformer-deploy check.")
         if completion.text is not None and len(completion.text) > shown:
             on_text(completion.text[shown:])
         return completion
@@ -171,7 +184,7 @@ class Generator:
             return
         session = self.session
         slots: list[_Row | None] = list(waiting[:max_batch])
-        queue = waiting[max_batch:]
+        queue = deque(waiting[max_batch:])
         fresh = list(range(len(slots)))
         logits = session.prefill([list(r.request.input_ids) for r in slots if r is not None])
         while True:
@@ -184,7 +197,7 @@ class Generator:
             session.retire(ended)
             refilled = ended[: len(queue)]
             for i in refilled:
-                slots[i] = queue.pop(0)
+                slots[i] = queue.popleft()
             if refilled:
                 fresh = refilled
                 logits = session.refill(refilled, [list(r.request.input_ids) for i in refilled if (r := slots[i]) is not None])

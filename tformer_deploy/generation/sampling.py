@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tformer_deploy.errors import UsageError
+from tformer_deploy.errors import TformerError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_SEED = 2**64 - 1
+_FIRST_SORTED = 512
+
+
+class LogitsError(TformerError):
+    """The model gave logits that no token can be chosen from (exit 1: a result, not a wrong input)."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits: NDArray[np.float32], options: SamplingOptions, seed: int, position: int, history: Sequence[int]) -> int:
-    """The next token id.
+    """The next token id: the first of the kept ones, likeliest first, whose cumulative probability exceeds the random number.
 
     Args:
         logits: [V].
@@ -72,38 +79,76 @@ def sample(logits: NDArray[np.float32], options: SamplingOptions, seed: int, pos
         seed: The row's.
         position: Tokens before this one in the row, prompt included.
         history: Those tokens.
+
+    Raises:
+        LogitsError: A logit is NaN or +inf, or all are -inf.
     """
     scores = logits.astype(np.float64)
+    top = scores.max()
+    if not np.isfinite(top):
+        raise LogitsError(f"The logits of token {position} have the maximum {top}.", "Check the bundle: tformer-deploy check.")
     if options.repetition_penalty != 1.0 and len(history):
         seen = np.unique(np.asarray(history))
         penalty = options.repetition_penalty
         scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+        top = scores.max()
     if options.temperature == 0:
         return int(scores.argmax())
+    u = uniform(seed, position)
     # Subtracting first keeps tiny temperatures finite.
-    ids, probabilities = kept((scores - scores.max()) / options.temperature, options)
-    index = int(np.searchsorted(probabilities.cumsum(), uniform(seed, position), side="right"))
-    return int(ids[min(index, len(ids) - 1)])
+    ids, cumulative, total = _likeliest((scores - top) / options.temperature, options, u)
+    return int(ids[min(int(np.searchsorted(cumulative, u * total, side="right")), len(ids) - 1)])
 
 
 def kept(scores: NDArray[np.float64], options: SamplingOptions) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Ids that pass the filters, likeliest first and then by id, and their probabilities."""
-    order = np.lexsort((np.arange(len(scores)), -scores))
+    ids, cumulative, total = _likeliest(scores - scores.max(), options, 1.0)
+    return ids, np.diff(cumulative, prepend=0.0) / total
+
+
+def _likeliest(
+    scores: NDArray[np.float64], options: SamplingOptions, share: float
+) -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
+    """Kept ids, likeliest first and then by id, as far as ``share`` of their weight needs them.
+
+    Sorting a whole vocabulary for each token would cost more than a decode step; the likeliest few hundred nearly always do.
+
+    Returns:
+        Ids, their cumulative weights, and the weight of all kept ids; the largest weight is 1.
+    """
+    candidates = np.arange(len(scores))
     if 0 < options.top_k < len(scores):
-        order = order[scores[order] >= scores[order[options.top_k - 1]]]
-    probabilities = _softmax(scores[order])
+        candidates = _largest(scores, candidates, options.top_k)
+    weights = np.exp(scores)
+    total = float(weights[candidates].sum())
+    count = _FIRST_SORTED
+    while True:
+        some = _largest(scores, candidates, count)
+        ids = some[np.argsort(-scores[some], kind="stable")]
+        cumulative = weights[ids].cumsum()
+        end = _end(weights[ids], cumulative, total, options)
+        if end < len(ids):
+            return ids[:end], cumulative[:end], float(cumulative[end - 1])
+        filtered = options.top_p < 1 or options.min_p > 0
+        if len(ids) == len(candidates) or (not filtered and cumulative[-1] > share * total):
+            return ids, cumulative, float(cumulative[-1]) if len(ids) == len(candidates) else total
+        count *= 16
+
+
+def _largest(scores: NDArray[np.float64], candidates: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """The candidates with the ``count`` largest scores and all that tie with the last of them, ascending by id."""
+    if count >= len(candidates):
+        return candidates
+    found = scores[candidates]
+    chosen: NDArray[np.int64] = candidates[found >= np.partition(found, len(found) - count)[len(found) - count]]
+    return chosen
+
+
+def _end(weights: NDArray[np.float64], cumulative: NDArray[np.float64], total: float, options: SamplingOptions) -> int:
+    """How many of the sorted ids top_p and min_p keep; both keep a leading part, at least one."""
+    end = len(weights)
     if options.top_p < 1:
-        before = np.concatenate(([0.0], probabilities.cumsum()[:-1]))
-        keep = before < options.top_p
-        keep[0] = True
-        order, probabilities = order[keep], _softmax(scores[order[keep]])
+        end = min(end, 1 + int(np.searchsorted(cumulative, options.top_p * total, side="left")))
     if options.min_p > 0:
-        keep = probabilities >= options.min_p * probabilities[0]
-        order, probabilities = order[keep], _softmax(scores[order[keep]])
-    return order, probabilities
-
-
-def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    weights = np.exp(scores - scores.max())
-    result: NDArray[np.float64] = weights / weights.sum()
-    return result
+        end = min(end, int(np.searchsorted(-weights, -options.min_p, side="right")))
+    return max(end, 1)

@@ -39,10 +39,7 @@ class Tokenizer:
         Raises:
             InputError: The text holds lone surrogates.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InputError("The text holds a lone surrogate, which is no character.") from None
+        _require_text(text)
         return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, text: str) -> list[int]:
@@ -53,6 +50,7 @@ class Tokenizer:
         """
         if self._template is None:
             raise InputError("The bundle has no chat template.", "Leave --chat out.")
+        _require_text(text)
         prompt = render(self._template, [{"role": "user", "content": text}], self._bos, self._eos)
         return list(self._tokenizer.encode(prompt, add_special_tokens=False).ids)
 
@@ -68,10 +66,11 @@ class Tokenizer:
         return alone
 
     def decode_so_far(self, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
-        """As :meth:`decode`, without an incomplete character at the end: what may be shown while more is coming."""
-        text = self.decode(ids, prompt)
-        end = len(text.rstrip(_INCOMPLETE))
-        return text[:end] if len(text) - end <= 4 else text
+        """As :meth:`decode`, without what may be an incomplete character at the end: what may be shown while more is coming.
+
+        Decoders that fall back to bytes spoil a whole run of them until its last character is complete.
+        """
+        return self.decode(ids, prompt).rstrip(_INCOMPLETE)
 
 
 def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
@@ -85,9 +84,21 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
         return None
     raw = bundle.asset("tokenizer_config.json")
     config = load_json(raw, "tokenizer_config.json") if raw else {}
+    if not isinstance(config, dict):
+        raise InputError(f"tokenizer_config.json holds a JSON {type(config).__name__}; expected an object.")
     separate = bundle.asset("chat_template.jinja")
-    template = separate.decode("utf-8") if separate is not None else _template(config.get("chat_template"))
+    try:
+        template = separate.decode("utf-8") if separate is not None else _template(config.get("chat_template"))
+    except UnicodeDecodeError as e:
+        raise InputError(f"chat_template.jinja is not UTF-8: byte {e.start}.") from None
     return Tokenizer(data, template, _token(config.get("bos_token")), _token(config.get("eos_token")))
+
+
+def _require_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError("The text holds a lone surrogate, which is no character.") from None
 
 
 def _template(value: Any) -> str | None:
