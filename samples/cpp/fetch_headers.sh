@@ -50,13 +50,13 @@ apt_private() {
 }
 apt_private update
 (cd "$work/download" && apt_private download "$package")
-for archive in "$work/download/$package"_*.deb; do
-  dpkg-deb -x "$archive" "$output"
-done
-rm -rf "$work"
-api=$(sed -nE 's/^#define ORT_API_VERSION ([0-9]+)$/\1/p' "$output/usr/include/onnxruntime/onnxruntime_c_api.h")
-if [ ! -f "$output/$header" ] || [ "${api:-0}" -lt 21 ]; then
+dpkg-deb -x "$work/download/$package"_*.deb "$work/unpacked"
+api=$(sed -nE 's/^#define ORT_API_VERSION ([0-9]+)$/\1/p' "$work/unpacked/usr/include/onnxruntime/onnxruntime_c_api.h")
+if [ ! -f "$work/unpacked/$header" ] || [ "${api:-0}" -lt 21 ]; then
   echo "fetch_headers.sh: $package of $suite has no usable headers (API ${api:-unknown}; 21 or newer is needed)." >&2
   exit 4
 fi
+rm -rf "$output/usr"
+mv "$work/unpacked/usr" "$output/usr"  # complete or not there at all
+rm -rf "$work"
 echo "$output/usr/include/onnxruntime"
