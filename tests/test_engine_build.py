@@ -63,6 +63,9 @@ def test_engine_when_built_then_is_proven_sealed_and_beside_an_untouched_core(fp
 
 
 def test_engine_when_built_twice_then_has_the_same_bytes(fp16: Path, tmp_path: Path):
+    code = "import sys; from tformer_deploy.exporters.tensorrt import worker; sys.exit(not worker.fix_addresses())"
+    if subprocess.run([sys.executable, "-c", code], check=False).returncode:
+        pytest.skip("this system does not let a process fix its addresses")
     other = shutil.copytree(fp16, tmp_path / "other")
     first = build(fp16, capacity=128).path.parent
     second = build(other, capacity=128).path.parent

@@ -1,7 +1,7 @@
 """Builds one plan in a process of its own: ``python -m tformer_deploy.exporters.tensorrt.worker REQUEST.json``.
 
-A fresh process gives the same bytes for the same input (a second build in one process does not), gives its memory back,
-and can be stopped at any moment. It writes JSON lines on stdout: ``progress``, then ``result`` or ``error``. The plan is
+A fresh process whose addresses are not randomised gives the same bytes for the same input (a second build in one process
+does not; with random addresses one build in ten differs in 9 bytes), gives its memory back, and can be stopped at any moment. It writes JSON lines on stdout: ``progress``, then ``result`` or ``error``. The plan is
 written only when fusion is proven.
 """
 
@@ -23,6 +23,8 @@ from tformer_deploy.exporters.tensorrt.graph import fixed_graph
 from tformer_deploy.exporters.tensorrt.monitor import progress_monitor
 
 _PR_SET_PDEATHSIG = 1
+_QUERY, _ADDR_NO_RANDOMIZE = 0xFFFFFFFF, 0x0040000  # personality(2)
+_RESTARTED = "TFORMER_DEPLOY_WORKER_RESTARTED"
 # What the library adds on a machine without a driver; the first error is the one that matters.
 _NO_DRIVER = re.compile(r"\s*\(?cudaError 35.*", re.DOTALL)
 _SOURCE_PLACE = re.compile(r"\s*In \w+ at \S+:\d+\)?\s*$")
@@ -32,8 +34,12 @@ def main() -> int:
     """Reads the request, builds, reports."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":  # a killed parent leaves no builder behind
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no builder behind
+        if _RESTARTED not in os.environ and fix_addresses():
+            # It takes effect at the next exec; the pipe and the signal above outlive that.
+            command = [sys.executable, "-m", "tformer_deploy.exporters.tensorrt.worker", *sys.argv[1:]]
+            os.execve(sys.executable, command, os.environ | {_RESTARTED: "1", "PYTHONHASHSEED": "0"})
     request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     # The library may print on its own; only JSON lines may reach the parent.
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -52,6 +58,14 @@ def main() -> int:
         send("error", message="Memory ran out while building.", hint=_LESS, exit_code=ResourceError.exit_code)
         return 1
     return 0
+
+
+def fix_addresses() -> bool:
+    """Asks Linux not to randomise addresses, on which the builder's order of work depends; False where it may not."""
+    personality = ctypes.CDLL(None).personality
+    personality.argtypes, personality.restype = [ctypes.c_ulong], ctypes.c_int
+    current = personality(_QUERY)
+    return current != -1 and personality(current | _ADDR_NO_RANDOMIZE) != -1
 
 
 def build_plan(flavour: Flavour, request: dict[str, Any], send: Any) -> dict[str, Any]:
@@ -107,10 +121,12 @@ def peak_mib() -> float:
 
 def _parse(flavour: Flavour, network: Any, logger: Any, request: dict[str, Any]) -> list[str]:
     """Fills the network; returns the names of its attentions."""
+    # The path's length must not matter to the bytes, so the parser is given the bare name.
     trt, path = flavour.module, Path(request["graph"])
+    os.chdir(path.parent)
     parser = trt.OnnxParser(network, logger)
     # Weights are found beside ``path``. Junk parses as an empty network, hence the count of outputs.
-    if not parser.parse(fixed_graph(path, request["capacity"]), str(path)) or not network.num_outputs:
+    if not parser.parse(fixed_graph(path, request["capacity"]), path.name) or not network.num_outputs:
         raise InputError(f"TensorRT cannot parse {path}: {_parser_error(parser, logger)}", "Export the bundle again.")
     require_no_unused_input(logger)
     attentions, updates = walk(flavour, network, request["decomposable"])
