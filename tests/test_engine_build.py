@@ -19,7 +19,9 @@ import tformer_deploy
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.engines import ENGINES, GRAPH, PLAN, SIDECAR, list_engines, read_engine, require_engine
 from tformer_deploy.cli import run
+from tformer_deploy.config import ModelConfig, RopeConfig
 from tformer_deploy.errors import InputError, UsageError
+from tformer_deploy.reference import Decoder
 
 trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
 
@@ -263,3 +265,29 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+@pytest.mark.slow
+def test_llama_of_half_a_billion_parameters_when_built_then_is_proven_within_5_gb(tmp_path: Path):
+    config = ModelConfig(
+        vocab_size=151936,
+        d_model=896,
+        n_layers=24,
+        n_heads=14,
+        n_kv_heads=2,
+        head_dim=64,
+        d_ff=4864,
+        max_length=32768,
+        qkv_bias=True,
+        rope=RopeConfig(),
+    )
+    with torch.no_grad():
+        Decoder(config).half().save_pretrained(tmp_path / "checkpoint")
+    bundle = tformer_deploy.export(tmp_path / "checkpoint", tmp_path / "bundle", dtype="fp16", check=False)
+    built = build(bundle, prompt_buckets=(512,))
+    assert [(p.plan_kernels, p.log_kernels) for p in built.record.profiles] == [
+        ({"_gemv_mha_v1": 24}, {"_gemv_mha_v1": 24}),
+        ({"_gemm_mha_v2": 24}, {"_gemm_mha_v2": 24}),
+    ]
+    assert built.record.plan.size < 1.1e9  # both profiles share 0.99 GB of weights
+    assert built.peak_mib < 5000
