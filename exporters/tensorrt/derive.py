@@ -14,7 +14,7 @@ from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.bundle.engines import DerivedGraph
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.onnx import export_bundle
-from tformer_deploy.parity import own_lines
+from tformer_deploy.parity import judge_again, own_lines
 from tformer_deploy.parity.metrics import margin_of
 from tformer_deploy.parity.oracle import Oracle
 from tformer_deploy.parity.plan import Plan, make_plan
@@ -115,7 +115,7 @@ def _compare(bundle: Bundle, derived: Bundle, dtype: DType) -> tuple[list[Check]
     if any(c.verdict == "red" for c in checks):
         lines, note = own_lines(bundle_backend(bundle).decoder, dtype, plan, oracle)
         if note:
-            checks, notes = Comparison(backend, dtype, plan, oracle, lines).all(), (*notes, note)
+            checks, notes = judge_again(checks, lines), (*notes, note)
     return checks, notes
 
 

@@ -45,10 +45,18 @@ def ask(decoder: Decoder, plan: Plan) -> Oracle:
 
 
 @torch.inference_mode()
-def exact_logits(decoder: Decoder, plan: Plan) -> list[NDArray[np.float32]]:
-    """The same logits in float64, rounded once: how far float32 itself is from the truth."""
+def exact(
+    decoder: Decoder, plan: Plan
+) -> tuple[list[NDArray[np.float32]], list[list[tuple[NDArray[np.float32], NDArray[np.float32]]]]]:
+    """The same logits and caches in float64, rounded once: how far float32 itself is from the truth.
+
+    Args:
+        decoder: The reference in float32; it is converted.
+        plan: The rows.
+    """
     double = decoder.double()
-    return [double(torch.tensor([row]))[0].float().numpy() for row in plan.rows]
+    rows = [torch.tensor([row]) for row in plan.rows]
+    return [double(ids)[0].float().numpy() for ids in rows], [_row_cache(double, ids) for ids in rows]
 
 
 def _row_cache(decoder: Decoder, ids: torch.Tensor) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:

@@ -28,9 +28,9 @@ _POISON = {"fp32": 1e30, "fp16": 64.0, "bf16": 1e30}
 class Comparison:
     """Runs one candidate over one plan; every method is one comparison and returns its checks."""
 
-    def __init__(self, backend: Backend, dtype: DType, plan: Plan, oracle: Oracle, lines: Gates | None = None) -> None:
+    def __init__(self, backend: Backend, dtype: DType, plan: Plan, oracle: Oracle) -> None:
         self.backend, self.dtype, self.plan, self.oracle = backend, dtype, plan, oracle
-        self.gates = lines or GATES[dtype]
+        self.gates = GATES[dtype]
         self.layers = range(backend.config.n_layers)
 
     def all(self, on_progress: Callable[[str], None] = lambda _: None) -> list[Check]:
