@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+# Before torch is loaded: its threads sleep at a barrier instead of spinning on cores that others use too.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import importlib.util
 from pathlib import Path
