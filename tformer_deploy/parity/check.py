@@ -96,6 +96,8 @@ def _compare_values(
     backend = open_session(bundle, backend="onnxruntime").backend
     notes = list(backend.notes)
     found = _compare(Comparison(backend, dtype, plan, oracle), on_progress)
+    del backend  # its memory goes before the reference comes back
+    gc.collect()
     if any(c.verdict == "red" for c in found):
         on_progress("PyTorch's own rounding")
         lines, note = own_lines(_reference(bundle, checkpoint), dtype, plan, oracle)
