@@ -10,9 +10,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from conftest import LLAMA_LIKE
 
 from tformer_deploy.parity.gates import GATES, Check, judge
 from tformer_deploy.parity.metrics import LogitMetrics, compare_logits, margin_of, max_abs
+from tformer_deploy.parity.plan import make_plan
 from tformer_deploy.parity.report import Report
 from tformer_deploy.parity.suite import logit_checks
 
@@ -231,3 +233,17 @@ def test_report_when_values_are_not_finite_then_its_json_is_still_json():
         (None, None, "red"),
         (1.0, None, "reported"),
     ]
+
+
+@pytest.mark.parametrize("suite", ["quick", "full"])
+def test_plan_when_the_model_is_short_then_rows_fit_and_stay_ragged(suite):
+    for limit in range(1, 200):
+        plan = make_plan(LLAMA_LIKE, limit, suite)
+        assert plan.capacity == max(len(row) for row in plan.rows) <= limit
+        assert [len(row) for row in plan.rows] == [n + plan.steps for n in plan.lengths]
+        assert min(plan.lengths) == 1
+        assert max(plan.lengths[:2]) + plan.greedy <= limit
+        assert (len(set(plan.lengths)) > 1) == (limit > 2)
+        assert (plan.steps > 0) == (limit > 1)
+        assert max(max(row) for row in plan.rows) < LLAMA_LIKE.vocab_size
+    assert (plan.steps, plan.greedy) == ({"quick": 6, "full": 16}[suite], 64)
