@@ -227,6 +227,7 @@ def test_greedy_when_the_manifest_is_hostile_then_it_is_refused(run, broken, edi
         ("{", ("no JSON at byte",)),
         ('{"schema": 1, "schema": 1}', ('"schema"', "twice")),
         ('{"schema": NaN}', ("no JSON at byte",)),
+        ('{"schema": 1e400}', ("no float holds",)),
         ('{"a": "\xff"}', ("no JSON at byte",)),
         ("[" * 1_000_000, ("nested",)),
     ],

@@ -48,7 +48,7 @@ apt_private() {
     -o Acquire::Languages=none -o Acquire::IndexTargets::deb::Contents-deb::DefaultEnabled=false \
     -o APT::Sandbox::User="$(id -un)" -o APT::Update::Post-Invoke-Success= -o APT::Update::Error-Mode=any "$@"
 }
-apt_private update
+apt_private update || { echo "fetch_headers.sh: the Debian mirror cannot be reached; unpack an official release and set ONNXRUNTIME_ROOT." >&2; exit 4; }
 (cd "$work/download" && apt_private download "$package")
 dpkg-deb -x "$work/download/$package"_*.deb "$work/unpacked"
 api=$(sed -nE 's/^#define ORT_API_VERSION ([0-9]+)$/\1/p' "$work/unpacked/usr/include/onnxruntime/onnxruntime_c_api.h")

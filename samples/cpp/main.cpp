@@ -84,7 +84,7 @@ json parse_strictly(const std::string& text) {
     return json::parse(text, watch);
   } catch (const json::parse_error& e) {  // its own text would repeat the file's bytes to a terminal
     bad_manifest("no JSON at byte " + std::to_string(e.byte) + ".");
-  }
+  } catch (const json::out_of_range&) { bad_manifest("a number that no float holds."); }
 }
 
 const json& object(const json& value, const std::string& place, const std::set<std::string>& wanted = {}) {
