@@ -16,16 +16,17 @@ MODULES = sorted([*(ROOT / "tformer_deploy").rglob("*.py"), *(ROOT / "exporters"
 # A layer may import those on its left in the package, and itself.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "strict_json": {"errors"},
     "config": {"errors"},
     "parameters": {"config"},
-    "bundle": {"errors", "config", "parameters", "backends"},  # backends: Bundle.session(), by name at call time
-    "checkpoints": {"errors", "config", "parameters"},
-    "reference": {"errors", "config", "checkpoints"},
-    "backends": {"errors", "config", "bundle", "reference", "checkpoints"},
-    "generation": {"errors", "config", "bundle", "backends"},
-    "batch": {"errors", "config", "bundle", "backends", "generation"},
-    "parity": {"errors", "config", "bundle", "checkpoints", "reference", "backends"},
-    "exporters": {"errors", "config", "bundle", "checkpoints", "reference", "backends", "parity"},
+    "bundle": {"errors", "strict_json", "config", "parameters", "backends"},  # backends: Bundle.session(), by name at call time
+    "checkpoints": {"errors", "strict_json", "config", "parameters"},
+    "reference": {"errors", "strict_json", "config", "checkpoints"},
+    "backends": {"errors", "strict_json", "config", "bundle", "reference", "checkpoints"},
+    "generation": {"errors", "strict_json", "config", "bundle", "backends"},
+    "batch": {"errors", "strict_json", "config", "bundle", "backends", "generation"},
+    "parity": {"errors", "strict_json", "config", "bundle", "checkpoints", "reference", "backends"},
+    "exporters": {"errors", "strict_json", "config", "bundle", "checkpoints", "reference", "backends", "parity"},
 }
 BANNED = re.compile(r"(^|_)(utils?|helpers?|common|misc|managers?|extra_options)(_|$)", re.IGNORECASE)
 

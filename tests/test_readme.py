@@ -36,7 +36,7 @@ def shell(lines: str, folder: Path) -> str:
 
 
 def test_readme_when_read_then_has_the_blocks_that_are_run():
-    assert [mark for mark, _, _ in BLOCKS] == ["tour", "engine", "python", "python", "smollm"]
+    assert [mark for mark, _, _ in BLOCKS] == ["tour", "engine", "python", "python", "python", "smollm"]
 
 
 def test_tour_engine_and_python_blocks_when_run_in_order_then_succeed(folder: Path):

@@ -54,3 +54,8 @@ class ResourceError(TformerError):
     """Memory or a time limit ran out (exit 6)."""
 
     exit_code = 6
+
+
+def escaped(text: str) -> str:
+    """``text`` of foreign origin as it may stand in a message: no control character, no lone surrogate."""
+    return text.encode("unicode_escape", "backslashreplace").decode("ascii") if not text.isprintable() else text

@@ -6,10 +6,10 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from tformer_deploy.bundle.strict_json import load_json
 from tformer_deploy.errors import InputError, TformerError
 from tformer_deploy.generation import Request, SamplingOptions, Tokenizer
 from tformer_deploy.generation.sampling import MAX_SEED, row_seed
+from tformer_deploy.strict_json import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,7 +158,7 @@ def _parse(data: bytes | None) -> dict[str, Any]:
     except UnicodeDecodeError as e:
         raise RowError("invalid_utf8", f"Byte {e.start} is 0x{data[e.start]:02x}, which is not UTF-8.") from None
     try:
-        raw = load_json(data, "The line")
+        raw = parse_json(data, "The line")
     except InputError as e:
         raise RowError("invalid_json", e.message) from None
     if not isinstance(raw, dict):

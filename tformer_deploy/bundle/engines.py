@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from tformer_deploy.bundle.engine_fields import Fields
 from tformer_deploy.bundle.manifest import FileRecord
-from tformer_deploy.bundle.strict_json import load_json
 from tformer_deploy.bundle.verify import hash_file, read_plain_file
 from tformer_deploy.config import DTYPES
 from tformer_deploy.errors import CapabilityError, InputError
+from tformer_deploy.strict_json import parse_object
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,9 +159,7 @@ def parse_record(data: bytes, place: str = SIDECAR) -> EngineRecord:
     Raises:
         InputError: It is damaged, edited, or of a newer schema.
     """
-    raw = load_json(data, place)
-    if not isinstance(raw, dict):
-        raise InputError(f"{place} is {type(raw).__name__}; expected an object.", REBUILD)
+    raw = parse_object(data, place)
     schema = raw.get("schema")
     if type(schema) is not int or schema != SCHEMA:
         raise InputError(f"{place} has schema {schema!r}; this version reads {SCHEMA}.", REBUILD)

@@ -9,10 +9,10 @@ import re
 from typing import Any
 
 from tformer_deploy.bundle.manifest import MANIFEST, SCHEMA, WEIGHTS, FileRecord, Manifest, Source, TensorRecord
-from tformer_deploy.bundle.strict_json import load_json
 from tformer_deploy.bundle.tensor_table import check_tensor_table
 from tformer_deploy.config import DTYPES, ModelConfig
 from tformer_deploy.errors import InputError
+from tformer_deploy.strict_json import parse_object
 
 _WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -30,9 +30,7 @@ def parse_manifest(data: bytes) -> Manifest:
     Raises:
         InputError: A field is missing, unknown, out of bounds, or the schema is newer than this version reads.
     """
-    raw = load_json(data, MANIFEST)
-    if not isinstance(raw, dict):
-        raise InputError(f"{MANIFEST} is {type(raw).__name__}; expected an object.")
+    raw = parse_object(data, MANIFEST)
     schema = raw.get("schema")
     if type(schema) is not int or schema < 1:
         raise InputError(f"{MANIFEST}: schema is {schema!r}; expected a whole number from 1.")

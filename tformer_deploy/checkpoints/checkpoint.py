@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from tformer_deploy.checkpoints.files import escaped, hash_files
-from tformer_deploy.errors import InputError
+from tformer_deploy.checkpoints.files import hash_files
+from tformer_deploy.errors import InputError, escaped
 from tformer_deploy.parameters import Shape, parameter_shapes
 
 if TYPE_CHECKING:

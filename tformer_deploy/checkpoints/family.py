@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tformer_deploy.checkpoints.files import escaped
 from tformer_deploy.checkpoints.reader import ConfigReader
 from tformer_deploy.checkpoints.tensor_file import Entry, TensorFile
 from tformer_deploy.checkpoints.transforms import SAME, Transform
 from tformer_deploy.config import ModelConfig
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 from tformer_deploy.parameters import parameter_shapes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
 
-from tformer_deploy.errors import InputError, StorageError
+from tformer_deploy.errors import InputError, StorageError, escaped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 22
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-
-
-def escaped(text: str) -> str:
-    """``text`` of foreign origin as it may stand in a message: no control character, no lone surrogate."""
-    return text.encode("unicode_escape", "backslashreplace").decode("ascii") if not text.isprintable() else text
 
 
 def regular_size(path: Path) -> int:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from tformer_deploy.checkpoints.checkpoint import Checkpoint
 from tformer_deploy.checkpoints.family import Family, locate
-from tformer_deploy.checkpoints.files import escaped, listing, read_small
+from tformer_deploy.checkpoints.files import listing, read_small
 from tformer_deploy.checkpoints.reader import ConfigReader
 from tformer_deploy.checkpoints.safetensors_file import SafetensorsFile
-from tformer_deploy.checkpoints.strict_json import parse_object
 from tformer_deploy.checkpoints.tokens import CONFIG, read_tokens
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
+from tformer_deploy.strict_json import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

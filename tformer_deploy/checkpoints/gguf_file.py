@@ -14,9 +14,9 @@ import gguf
 import numpy as np
 import torch
 
-from tformer_deploy.checkpoints.files import escaped, opened
+from tformer_deploy.checkpoints.files import opened
 from tformer_deploy.checkpoints.tensor_file import Entry, read_exactly
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 
 if TYPE_CHECKING:
     from pathlib import Path

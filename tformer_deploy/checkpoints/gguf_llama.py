@@ -12,13 +12,12 @@ import torch
 
 from tformer_deploy.checkpoints.checkpoint import Checkpoint
 from tformer_deploy.checkpoints.family import Family, Source, Table, locate
-from tformer_deploy.checkpoints.files import escaped
 from tformer_deploy.checkpoints.gguf_file import GgufFile
 from tformer_deploy.checkpoints.gguf_tokenizer import read_gguf_tokens
 from tformer_deploy.checkpoints.reader import ConfigReader, head_dim
 from tformer_deploy.checkpoints.transforms import SAME, TRANSPOSE, Unpermute
 from tformer_deploy.config import ModelConfig, RopeConfig
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 
 if TYPE_CHECKING:
     from pathlib import Path

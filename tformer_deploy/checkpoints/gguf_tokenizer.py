@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from tformer_deploy.checkpoints.files import escaped
 from tformer_deploy.checkpoints.tokens import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, Tokens, compare_sizes
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 
 if TYPE_CHECKING:
     from tformer_deploy.checkpoints.gguf_file import GgufFile

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tformer_deploy.checkpoints.files import escaped
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 
 LONGEST = 1 << 24  # tokens; a config that claims more is taken for damaged unless --max-length says how many are wanted
 _MISSING = object()

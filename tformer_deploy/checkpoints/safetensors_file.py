@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tformer_deploy.checkpoints.files import escaped, opened, replace_file, write_all
-from tformer_deploy.checkpoints.strict_json import parse_object
+from tformer_deploy.checkpoints.files import opened, replace_file, write_all
 from tformer_deploy.checkpoints.tensor_file import Entry, read_exactly
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
+from tformer_deploy.strict_json import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tformer_deploy.checkpoints.files import escaped
-from tformer_deploy.errors import InputError, StorageError
+from tformer_deploy.errors import InputError, StorageError, escaped
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,10 +6,10 @@ import json
 from typing import TYPE_CHECKING
 
 from tformer_deploy.checkpoints.family import Family, Source, Table
-from tformer_deploy.checkpoints.files import escaped, replace_file, write_all
+from tformer_deploy.checkpoints.files import replace_file, write_all
 from tformer_deploy.checkpoints.safetensors_file import write_safetensors
 from tformer_deploy.config import ModelConfig
-from tformer_deploy.errors import InputError, StorageError
+from tformer_deploy.errors import InputError, StorageError, escaped
 from tformer_deploy.parameters import parameter_shapes
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tformer_deploy.checkpoints.files import escaped, read_small
-from tformer_deploy.checkpoints.strict_json import parse_object
-from tformer_deploy.errors import InputError
+from tformer_deploy.checkpoints.files import read_small
+from tformer_deploy.errors import InputError, escaped
+from tformer_deploy.strict_json import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +78,7 @@ def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
     elif isinstance(vocab, list):
         ids = {item[0]: index for index, item in enumerate(vocab) if isinstance(item, list) and item and isinstance(item[0], str)}
     if not isinstance(vocab, (dict, list)) or len(ids) != len(vocab) or not isinstance(added, list):
-        raise InputError(f"{TOKENIZER} has no vocabulary of a known form.", "Get the file again from where the checkpoint came.")
+        raise InputError(f"{TOKENIZER} has no vocabulary of a known form.", "Get the file again from where it came.")
     for item in added:
         if not isinstance(item, dict) or not isinstance(item.get("content"), str) or type(item.get("id")) is not int:
             raise InputError(f"{TOKENIZER} has an added token without content and id: {escaped(repr(item))[:80]}.")

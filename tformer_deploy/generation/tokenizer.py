@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from tformer_deploy.bundle.strict_json import load_json
 from tformer_deploy.errors import InputError
 from tformer_deploy.generation.chat import render
+from tformer_deploy.strict_json import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +83,7 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
     if data is None:
         return None
     raw = bundle.asset("tokenizer_config.json")
-    config = load_json(raw, "tokenizer_config.json") if raw else {}
+    config = parse_json(raw, "tokenizer_config.json") if raw else {}
     if not isinstance(config, dict):
         raise InputError(f"tokenizer_config.json holds a JSON {type(config).__name__}; expected an object.")
     separate = bundle.asset("chat_template.jinja")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tformer_deploy.checkpoints.strict_json import parse_json, parse_object
 from tformer_deploy.errors import InputError
+from tformer_deploy.strict_json import parse_json, parse_object
 
 REFUSED = {
     "empty": (b"", "c.json is empty"),
@@ -37,7 +37,7 @@ REFUSED = {
 def test_json_when_not_strict_then_is_refused_by_name(case: str):
     content, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
-        parse_json(content, "c.json")
+        parse_object(content, "c.json")
 
 
 @pytest.mark.parametrize("content", [b"[]", b'"text"', b"null", b"1"])

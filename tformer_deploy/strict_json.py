@@ -6,11 +6,10 @@ import json
 import math
 from typing import Any
 
-from tformer_deploy.checkpoints.files import escaped
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 
-_DIGITS = 40  # no field of a checkpoint needs more; Python's own limit of 4300 ends in an untranslated ValueError
-_HINT = "Get the file again from where the checkpoint came."
+_DIGITS = 40  # no field needs more; Python's own limit of 4300 ends in an untranslated ValueError
+_HINT = "Get the file again from where it came."
 
 
 def parse_json(content: bytes, place: str) -> Any:
@@ -40,20 +39,20 @@ def parse_json(content: bytes, place: str) -> Any:
         raise InputError(f"{place} nests objects or lists too deeply.", _HINT) from None
     if hooks.refused is not None:
         raise InputError(f"{place} {hooks.refused}.", _HINT)
-    if "\\ud" in text.lower():
-        _refuse_surrogates(value, place)
     return value
 
 
 def parse_object(content: bytes, place: str) -> dict[str, Any]:
-    """As :func:`parse_json`; the value must be an object.
+    """As :func:`parse_json`; the value must be an object, and every string in it text that can be written again.
 
     Raises:
-        InputError: It is not strict JSON, or not an object.
+        InputError: It is not strict JSON, not an object, or holds half of a surrogate pair.
     """
     value = parse_json(content, place)
     if not isinstance(value, dict):
         raise InputError(f"{place} holds a JSON {type(value).__name__}; expected an object.", _HINT)
+    if b"\\ud" in content.lower():
+        _refuse_surrogates(value, place)
     return value
 
 
