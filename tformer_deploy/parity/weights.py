@@ -26,7 +26,7 @@ def compare_weights(bundle: Bundle, checkpoint: Checkpoint) -> list[Check]:
     if checkpoint.config != manifest.config:
         wrong.append("the config differs from the checkpoint's")
     for name in sorted(wanted & set(manifest.tensors)):
-        expected = constants[name] if name in constants else checkpoint.read(name).to(_TORCH[manifest.dtype])
+        expected = constants[name] if name in constants else checkpoint.read(name, _TORCH[manifest.dtype])
         if tuple(expected.shape) != manifest.tensors[name].shape:
             wrong.append(f"{name} has shape {list(manifest.tensors[name].shape)}, expected {list(expected.shape)}")
         elif expected.contiguous().view(-1).view(torch.uint8).numpy().tobytes() != bundle.tensor(name).tobytes():

@@ -136,7 +136,7 @@ class Decoder(nn.Module):
 
     def save_pretrained(self, path: str | Path) -> None:
         """Writes ``config.json`` (model_type ``tformer``) and ``model.safetensors`` into the folder ``path``."""
-        from tformer_deploy.checkpoints.tformer import write_checkpoint
+        from tformer_deploy.checkpoints.families.tformer import write_checkpoint
 
         write_checkpoint(Path(path), self.config, self.state_dict())
 
@@ -154,9 +154,10 @@ class Decoder(nn.Module):
         checkpoint = open_checkpoint(path, max_length)
         with torch.device("meta"):
             model = cls(checkpoint.config)
-        model = model.to(dtype or torch.float32).to_empty(device="cpu")
+        dtype = dtype or torch.float32
+        model = model.to(dtype).to_empty(device="cpu")
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name in checkpoint.tensors:
-                parameters[name].copy_(checkpoint.read(name))
+                parameters[name].copy_(checkpoint.read(name, dtype))
         return model.eval()
