@@ -15,7 +15,7 @@ from tformer_deploy.checkpoints.tokens import TEMPLATE, TOKENIZER, TOKENIZER_CON
 from tformer_deploy.errors import InputError, escaped
 
 if TYPE_CHECKING:
-    from tformer_deploy.checkpoints.gguf_file import GgufFile
+    from tformer_deploy.checkpoints.gguf.file import GgufFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
