@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import torch
 import transformers
 from gguf import MODEL_ARCH
 
@@ -24,8 +25,10 @@ _PERMUTED = ("llama", "mistral", "granite", "smollm3")
 _LAYER_NORM = ("gpt2", "gpt_bigcode", "gpt_neox", "gptj", "bloom", "falcon", "phi", "starcoder2", "stablelm", "cohere")
 
 
-def write_gguf(path: Path, model: transformers.PreTrainedModel, kind: str = "F32", keys: Keys | None = None) -> Path:
-    """The model in one file, its matrices quantised as ``kind``; ``keys`` adds to its metadata."""
+def write_gguf(
+    path: Path, model: transformers.PreTrainedModel, kind: str = "F32", keys: Keys | None = None, without: str = ""
+) -> Path:
+    """The model in one file, its matrices quantised as ``kind``; ``keys`` adds to its metadata, ``without`` is a tensor left out."""
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
@@ -38,13 +41,26 @@ def write_gguf(path: Path, model: transformers.PreTrainedModel, kind: str = "F32
             name = name.removeprefix("transformer.")
         stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         assert stored != name or name.startswith("rope_"), f"the gguf package has no name for {name}"
-        quantised = gguf.GGMLQuantizationType[kind if data.ndim > 1 else "F32"]
+        if stored == without:
+            continue
+        quantised = gguf.GGMLQuantizationType[kind if data.ndim > 1 and "norm" not in stored else "F32"]
         writer.add_tensor(stored, gguf.quants.quantize(np.ascontiguousarray(data), quantised), raw_dtype=quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def round_weights(model: transformers.PreTrainedModel, kind: str) -> None:
+    """The model's matrices become what a file of that kind holds: blocks lie along a row, as it is stored."""
+    quantised = gguf.GGMLQuantizationType[kind]
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            turned = model.config.model_type == "gpt2" and any(part in name for part in ("c_attn", "c_proj", "c_fc"))
+            rows = np.ascontiguousarray(parameter.detach().numpy().T if turned else parameter.detach().numpy())
+            values = gguf.quants.dequantize(gguf.quants.quantize(rows, quantised), quantised).astype(np.float32)
+            parameter.data = torch.from_numpy(np.ascontiguousarray(values.T if turned else values))
 
 
 def _write_keys(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
+import transformers
 from families import BASES, hot_model, logits_of
-from gguf_files import ARCHITECTURES, write_gguf
+from gguf_files import ARCHITECTURES, round_weights, write_gguf
 
 from tformer_deploy.checkpoints import open_checkpoint
+from tformer_deploy.errors import InputError
 from tformer_deploy.reference import Decoder
 
 LLAMA3 = {
@@ -61,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "phi": ("phi", {"num_key_value_heads": 4}),
     "phi3": ("phi3", {}),
     "phi3 window": ("phi3", {"sliding_window": 16}),
-    "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE | {"rope_theta": 10000.0}}),
+    "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE | {"rope_theta": 10000.0}, "original_max_position_embeddings": 64}),
     "phi3 partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "starcoder2": ("starcoder2", {}),
     "starcoder2 without biases": ("starcoder2", {"use_bias": False}),
@@ -105,3 +109,133 @@ def test_olmo3_when_stored_as_olmo2_with_windows_then_equals_transformers(tmp_pa
         path = write_gguf(tmp_path / "model.gguf", model)
         assert open_checkpoint(path).config.window_layers == (0, 1, 2, 4)
         assert error(path, model) < 1e-4
+
+
+# Sizes at which transformers' own loader, which has fewer keys than the files, falls back on defaults that fit.
+LOADED: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 128},
+    "gpt2": {"vocab_size": 50257, "n_positions": 1024},
+    "bloom": {},
+    "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256, "num_hidden_layers": 7},
+    "phi3": {"vocab_size": 32064},
+    "starcoder2": {"vocab_size": 49152},
+    "stablelm": {},
+}
+
+
+@pytest.mark.parametrize("family", LOADED)
+def test_logits_when_transformers_reads_the_same_file_then_are_equal(family: str, tmp_path: Path):
+    def sizes(writer: gguf.GGUFWriter) -> None:
+        if family not in ("llama", "mistral"):
+            writer.add_vocab_size(model.config.vocab_size)
+
+    model = hot_model(family, **LOADED[family])
+    path = write_gguf(tmp_path / "model.gguf", model, keys=sizes)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    assert error(path, theirs) < 1e-4
+
+
+FAMILIES = [family for family in ARCHITECTURES if family != "olmo3"]
+SMALL: dict[str, dict[str, object]] = {
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 16},
+    "mistral": {"sliding_window": None},
+    "phi": {"num_key_value_heads": 4},
+}
+
+
+def small_model(family: str) -> transformers.PreTrainedModel:
+    return hot_model(family, **SMALL.get(family, {}))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_when_the_file_is_quantised_then_equal_those_of_its_values(family: str, kind: str, tmp_path: Path):
+    model = small_model(family)
+    path = write_gguf(tmp_path / "model.gguf", model, kind)
+    assert error(path, model) > 1e-4
+    round_weights(model, kind)
+    assert error(path, model) < 1e-4
+    dtypes = {spec.dtype for name, spec in open_checkpoint(path).tensors.items() if name.endswith("up.weight")}
+    assert dtypes == {"fp16" if kind == "F16" else "fp32"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_when_cut_anywhere_then_is_refused(family: str, tmp_path: Path):
+    content = write_gguf(tmp_path / "model.gguf", small_model(family)).read_bytes()
+    header = content.rindex(b".weight")
+    for end in (0, 4, 20, header // 3, header // 2, header, header + 30, len(content) // 2, len(content) - 32):
+        (tmp_path / "model.gguf").write_bytes(content[:end])
+        with pytest.raises(InputError):
+            open_checkpoint(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_when_a_tensor_of_a_block_is_left_out_then_is_refused_by_name(family: str, tmp_path: Path):
+    model = small_model(family)
+    reader = gguf.GGUFReader(write_gguf(tmp_path / "model.gguf", model))
+    names = [tensor.name for tensor in reader.tensors if tensor.name.startswith("blk.1.") or "norm" in tensor.name]
+    assert len(names) > 8
+    for name in names:
+        if not name.startswith(("blk.0.", "blk.2.")):
+            with pytest.raises(InputError, match=f"missing: {name}"):
+                open_checkpoint(write_gguf(tmp_path / "part.gguf", model, without=name))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_when_it_has_a_key_or_experts_that_nothing_reads_then_is_refused_by_name(family: str, tmp_path: Path):
+    model, name = small_model(family), gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]]
+    for add, message in (
+        (lambda writer: writer.add_float32(f"{name}.attention.clamp_kqv", 8.0), r"attention\.clamp_kqv = 8\.0"),
+        (lambda writer: writer.add_expert_count(8), r"a mixture of experts \(expert_count\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            open_checkpoint(write_gguf(tmp_path / "model.gguf", model, keys=add))
+
+
+def test_config_when_read_from_a_gguf_then_is_that_of_the_folder(tmp_path: Path):
+    for family in ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "phi", "granite", "cohere", "bloom"):
+        model = small_model(family)
+        model.save_pretrained(tmp_path / family)
+        folder = open_checkpoint(tmp_path / family, 128).config
+        file = open_checkpoint(write_gguf(tmp_path / f"{family}.gguf", model), 128).config
+        if family in ("gemma2", "gemma3_text"):  # the folder says the width of a head, the file leaves it to the default
+            assert folder.attention_scale == folder.head_dim**-0.5
+            folder = dataclasses.replace(folder, attention_scale=None)
+        assert file == folder, family
+
+
+def test_rows_when_a_window_or_long_divisors_cannot_be_had_then_are_bounded_with_a_warning(tmp_path: Path):
+    model = hot_model("starcoder2", max_position_embeddings=8192)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", model))
+    assert checkpoint.config.max_length == 4096
+    assert any("lacks the window of 4096 tokens" in warning for warning in checkpoint.warnings)
+    model = hot_model("phi3", **CASES["phi3 longrope"][1])
+    assert model.model.rotary_emb.attention_scaling > 1.05
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", model))
+    assert checkpoint.config.max_length == 64
+    assert any("exact up to 64 tokens" in warning for warning in checkpoint.warnings)
+
+
+def test_granite_when_its_rotary_positions_are_switched_off_then_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match=r"rope\.scaling\.finetuned is false"):
+        open_checkpoint(
+            write_gguf(tmp_path / "m.gguf", hot_model("granite"), keys=lambda writer: writer.add_rope_scaling_finetuned(False))
+        )
+
+
+def test_windows_when_the_file_has_a_pattern_then_it_decides(tmp_path: Path):
+    model = hot_model("gemma2", **SMALL["gemma2"])
+    for pattern, layers in (([True, True, False], (0, 1)), (3, (0, 1)), (1, ())):
+        path = write_gguf(tmp_path / "m.gguf", model, keys=lambda writer, p=pattern: writer.add_sliding_window_pattern(p))
+        assert open_checkpoint(path).config.window_layers == layers
+    with pytest.raises(InputError, match=r"sliding_window_pattern has 2 items; expected 3"):
+        open_checkpoint(
+            write_gguf(tmp_path / "m.gguf", model, keys=lambda writer: writer.add_sliding_window_pattern([True, False]))
+        )
