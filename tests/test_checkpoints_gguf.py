@@ -327,7 +327,7 @@ def test_pre_tokenizer_when_named_then_splits_as_that_name_means(pre: str, expec
 
 def test_tokenizer_when_its_parts_are_unknown_then_is_refused_by_name(tmp_path: Path):
     model = hot_model("llama", vocab_size=262)
-    with pytest.raises(InputError, match=r"tokenizer\.ggml\.pre is 'tekken'; supported are gpt-2, smollm"):
-        open_checkpoint(write_gguf(tmp_path / "m.gguf", model, keys=byte_level_keys("tekken")))
+    with pytest.raises(InputError, match=r"tokenizer\.ggml\.pre is 'viking'; supported are gpt-2, phi-2"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", model, keys=byte_level_keys("viking")))
     with pytest.raises(InputError, match=r"merges has 'a zz', which names an unknown token"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", model, keys=byte_level_keys("gpt-2", merges=["a zz"])))
