@@ -266,6 +266,26 @@ def test_smollm2_when_asked_for_the_capital_of_france_then_says_paris(smollm2_gg
     assert tokenizer.decode(ids[0].tolist()).startswith("The capital of France is Paris.")
 
 
+@pytest.mark.slow
+def test_gemma3_when_read_by_transformers_too_then_ids_and_logits_are_equal(gemma3_gguf: Path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(gemma3_gguf.parent, gguf_file=gemma3_gguf.name)
+    checkpoint = open_checkpoint(gemma3_gguf)
+    ours = Tokenizer.from_str(checkpoint.assets()["tokenizer.json"].decode("utf-8"))
+    for text in [*TEXTS, "   indented\n\n\n\tcode  x"]:
+        assert ours.encode(text).ids == theirs(text)["input_ids"], text
+    ids = torch.tensor([ours.encode("Once upon a time, in a village by the sea, there lived a boy who " * 40).ids[:640]])
+    assert checkpoint.config.window < ids.shape[1]
+    with torch.no_grad():
+        logits = Decoder.from_pretrained(gemma3_gguf)(ids)[:, ::40]
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            gemma3_gguf.parent, gguf_file=gemma3_gguf.name, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, ::40]
+    assert float((logits - expected).abs().max()) < 1e-3  # of logits up to 35
+    assert float(expected.abs().max()) > 20
+
+
 def test_sentencepiece_tokenizer_when_converted_then_encodes_as_the_original(
     shared_models: Path, shared_data: Path, tmp_path: Path
 ):

@@ -141,4 +141,8 @@ class GgufReader(ConfigReader):
 
 def _decimal(value: Any) -> Any:
     """Floats are stored in 32 bits; the shortest decimal that rounds to one is what was written (1e-5, not 9.99999975e-06)."""
-    return float(str(np.float32(value))) if isinstance(value, float) and float(np.float32(value)) == value else value
+    if not isinstance(value, float):
+        return value
+    with np.errstate(over="ignore"):
+        stored = np.float32(value)
+    return float(str(stored)) if float(stored) == value else value
