@@ -223,6 +223,15 @@ def test_rows_when_a_window_or_long_divisors_cannot_be_had_then_are_bounded_with
     assert any("exact up to 64 tokens" in warning for warning in checkpoint.warnings)
 
 
+def test_keys_when_early_converters_left_them_then_change_nothing(tmp_path: Path):
+    for family, add in (
+        ("qwen2", lambda writer: writer.add_parallel_residual(True)),
+        ("llama", lambda writer: writer.add_tensor_data_layout("Meta AI original pth")),
+    ):
+        model = small_model(family)
+        assert error(write_gguf(tmp_path / "m.gguf", model, keys=add), model) < 1e-4
+
+
 def test_granite_when_its_rotary_positions_are_switched_off_then_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match=r"rope\.scaling\.finetuned is false"):
         open_checkpoint(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read_config(reader: GgufReader) -> ModelConfig:
-    """The model of the keys ``gptj.*``."""
+    """The model of the keys ``gptj.*``; llama.cpp has names for it, but no converter: tensors are as in a Hugging Face folder."""
     sizes = reader.sizes()
     rope, max_length = read_rope(reader, sizes.head_dim, reader.take_length("context_length"))
     return ModelConfig(

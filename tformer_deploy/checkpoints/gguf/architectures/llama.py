@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def read_config(reader: GgufReader) -> ModelConfig:
     """The model of the keys ``llama.*``."""
     sizes = reader.sizes()
+    reader.require("tensor_data_layout", "Meta AI original pth")  # in early files; queries and keys lie as in all others
     rope, max_length = read_rope(reader, sizes.head_dim, reader.take_length("context_length"))
     return ModelConfig(
         **sizes._asdict(),

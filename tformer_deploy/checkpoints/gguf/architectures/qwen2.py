@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def read_config(reader: GgufReader) -> ModelConfig:
     """The model of the keys ``qwen2.*``."""
     sizes = reader.sizes()
+    reader.ignore("use_parallel_residual")  # in files of Qwen 1.5, whose residuals are not parallel
     rope, max_length = read_rope(reader, sizes.head_dim, reader.take_length("context_length"))
     return ModelConfig(
         **sizes._asdict(),
