@@ -87,7 +87,9 @@ def _write_keys(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) 
     if family in ("gemma2", "gemma3_text", "phi3", "olmo3"):
         writer.add_sliding_window(config.sliding_window or 0)
     if family == "olmo3":
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        windowed = [kind == "sliding_attention" for kind in config.layer_types]
+        if windowed != [layer % 4 != 3 for layer in range(len(windowed))]:  # files of OLMo 2 that had windows lack the pattern
+            writer.add_sliding_window_pattern(windowed)
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if family.startswith("gemma2") or getattr(config, "final_logit_softcapping", None):

@@ -48,7 +48,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2 tied, yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN | {"rope_theta": 1e6}}),
     "qwen2 yarn attention factor": ("qwen2", {
-        "rope_parameters": YARN | {"rope_theta": 1e4, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
+        "rope_parameters": YARN | {
+            "rope_theta": 1e4, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 4.0, "original_max_position_embeddings": 4096,
+        },
     }),
     "qwen3": ("qwen3", {}),
     "qwen3 one kv head, wide heads": ("qwen3", {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}),
@@ -102,12 +104,13 @@ def test_logits_when_a_gguf_is_opened_then_equal_transformers(case: str, tmp_pat
 
 def test_olmo3_when_stored_as_olmo2_with_windows_then_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(BASES, "olmo3", ("Olmo3", BASES["olmo2"][1]))
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
-    for parameters in (None, {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}):
-        more = {"rope_parameters": parameters} if parameters else {}
-        model = hot_model("olmo3", num_hidden_layers=5, sliding_window=16, **more)
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    scaled = {"rope_parameters": {"full_attention": YARN | {"rope_theta": 10000.0}, "sliding_attention": plain}}
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    for changes, layers in (({}, (0, 1, 2, 4)), (scaled | {"layer_types": kinds}, (1, 2, 4))):
+        model = hot_model("olmo3", num_hidden_layers=5, sliding_window=16, **changes)
         path = write_gguf(tmp_path / "model.gguf", model)
-        assert open_checkpoint(path).config.window_layers == (0, 1, 2, 4)
+        assert open_checkpoint(path).config.window_layers == layers
         assert error(path, model) < 1e-4
 
 
