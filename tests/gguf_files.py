@@ -84,12 +84,7 @@ def _write_keys(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) 
         writer.add_parallel_residual(config.use_parallel_residual)
     if family == "falcon":
         writer.add_tensor_data_layout("jploski")
-    if family in ("gemma2", "gemma3_text", "phi3", "olmo3"):
-        writer.add_sliding_window(config.sliding_window or 0)
-    if family == "olmo3":
-        windowed = [kind == "sliding_attention" for kind in config.layer_types]
-        if windowed != [layer % 4 != 3 for layer in range(len(windowed))]:  # files of OLMo 2 that had windows lack the pattern
-            writer.add_sliding_window_pattern(windowed)
+    _write_windows(writer, config)
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if family.startswith("gemma2") or getattr(config, "final_logit_softcapping", None):
@@ -104,6 +99,15 @@ def _write_keys(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) 
         writer.add_logit_scale(config.logits_scaling)
     if family in _PERMUTED:
         writer.add_vocab_size(config.vocab_size)
+
+
+def _write_windows(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) -> None:
+    if config.model_type in ("gemma2", "gemma3_text", "phi3", "olmo3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if config.model_type == "olmo3":
+        windowed = [kind == "sliding_attention" for kind in config.layer_types]
+        if windowed != [layer % 4 != 3 for layer in range(len(windowed))]:  # files of OLMo 2 that had windows lack the pattern
+            writer.add_sliding_window_pattern(windowed)
 
 
 def _write_rope(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) -> None:
