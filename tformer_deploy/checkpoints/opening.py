@@ -8,8 +8,7 @@ from tformer_deploy.checkpoints.checkpoint import Checkpoint
 from tformer_deploy.checkpoints.families import FAMILIES
 from tformer_deploy.checkpoints.files import opened
 from tformer_deploy.checkpoints.folder import open_folder
-from tformer_deploy.checkpoints.gguf_file import MAGIC
-from tformer_deploy.checkpoints.gguf_llama import open_gguf
+from tformer_deploy.checkpoints.gguf import MAGIC, open_gguf
 from tformer_deploy.errors import InputError, escaped
 
 
