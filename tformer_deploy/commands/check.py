@@ -39,5 +39,5 @@ def command(bundle: Path, checkpoint: Path | None, suite: Suite, as_json: bool, 
     if as_json:
         click.echo(text)
     else:
-        found.render(Console(width=None if Console().is_terminal else 140))
+        api.load("tformer_deploy.parity.console", "export").render(found, Console(width=None if Console().is_terminal else 140))
     return 0 if found.passed else 1
