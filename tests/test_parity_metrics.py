@@ -12,11 +12,11 @@ import pytest
 import torch
 from conftest import LLAMA_LIKE
 
+from tformer_deploy.parity.comparisons.logits import logit_checks
 from tformer_deploy.parity.gates import GATES, Check, judge
 from tformer_deploy.parity.metrics import LogitMetrics, compare_logits, margin_of, max_abs
 from tformer_deploy.parity.plan import make_plan
 from tformer_deploy.parity.report import Report
-from tformer_deploy.parity.comparisons.logits import logit_checks
 
 DTYPES = ("fp32", "fp16", "bf16")
 NAMES = {

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from tformer_deploy.bundle.signature import LOGITS
 
+# What it caches, its attention's output, its own output.
+STATIONS_A_LAYER = 3
+
 
 @dataclass(frozen=True)
 class Station:

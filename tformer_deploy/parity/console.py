@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tformer_deploy.errors import escaped
+from tformer_deploy.parity.report import figure
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ def render(report: Report, console: Console) -> None:
         gate = "" if c.gate is None else f"{c.relation} {c.gate:g}"
         first = c.group if c.group != group else ""
         verdict = Text(c.verdict, _COLOURS[c.verdict])
-        table.add_row(first, c.metric, f"{c.value:.3g}", gate, verdict, Text(escaped(c.detail)))
+        table.add_row(first, c.metric, figure(c.value), gate, verdict, Text(escaped(c.detail)))
         group = c.group
     console.print(table)
     for note in report.notes:

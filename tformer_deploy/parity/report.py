@@ -88,6 +88,14 @@ class Report:
         return {**finite, HASH: content_hash(finite)}
 
 
+def figure(value: float) -> str:
+    """A number for a reader: a count as it is, anything else with three digits; a share just below 1 is not shown as 1."""
+    if float(value).is_integer() and abs(value) < 1e9:
+        return str(int(value))
+    short = f"{value:.3g}"
+    return f"{value:.7g}" if short == "1" else short
+
+
 def verdict_of(verdicts: list[str], complete: bool) -> str:
     """The verdict of a report whose checks have these."""
     if not verdicts or "red" in verdicts:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from tformer_deploy.config import ModelConfig
 
 # Bounded, so that a check of a long text costs no more than of a page, and its logits stay small.
 WINDOW, WINDOWS = 256, 8
+_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,22 @@ class Text:
     def predicted(self) -> int:
         """Tokens whose probability is looked at: all but each window's first."""
         return sum(len(window) - 1 for window in self.windows)
+
+
+def read_beginning(path: Path) -> str:
+    """The first characters of a UTF-8 file: more than :data:`WINDOWS` need.
+
+    Raises:
+        InputError: There is no such file, it is no plain one, or not UTF-8.
+    """
+    if not path.is_file():
+        raise InputError(f"The text {escaped(str(path))} is no file.", "Name a UTF-8 text file.")
+    with path.open("rb") as file:
+        data = file.read(_BYTES)
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < _BYTES)
+    except UnicodeDecodeError as e:
+        raise InputError(f"The text {escaped(str(path))} is not UTF-8: byte {e.start}.", "Convert it to UTF-8.") from None
 
 
 def cut(name: str, ids: Sequence[int], config: ModelConfig, max_length: int) -> Text:
