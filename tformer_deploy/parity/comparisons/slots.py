@@ -10,6 +10,8 @@ from tformer_deploy.parity.gates import judge
 from tformer_deploy.parity.metrics import max_abs, worse
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from tformer_deploy.backends.base import KVCache
     from tformer_deploy.parity.candidate import Candidate
     from tformer_deploy.parity.gates import Check
@@ -54,22 +56,26 @@ def reused(candidate: Candidate) -> list[Check]:
     ]
     if not plan.steps:
         return checks
-    # The longest prompts go first, each where another, mostly shorter one comes after it.
-    order = sorted(range(len(plan.rows)), key=lambda i: -plan.lengths[i])
-    candidate.prefill([candidate.prompts[i] for i in order], cache)
-    lengths = [plan.lengths[i] for i in order]
-    candidate.decode([candidate.next_tokens[i] for i in order], lengths, cache)
-    new, prompts = candidate.next_tokens[::-1], candidate.prompts[::-1]
-    again = [candidate.prefill(prompts, cache)[:, 0], candidate.decode(new, plan.lengths[::-1], cache)[:, 0]]
+    # The longest prompt's slots go to the shortest one, and so on.
+    falling = sorted(range(len(plan.rows)), key=lambda i: -plan.lengths[i])
+    _start(candidate, cache, falling)
+    again = _start(candidate, cache, falling[::-1])
     stray = sum(int((~np.isfinite(tensor)).sum()) for tensor in candidate.read(cache))
-    fresh = candidate.backend.allocate(len(plan.rows), plan.capacity)
-    first = [candidate.prefill(prompts, fresh)[:, 0], candidate.decode(new, plan.lengths[::-1], fresh)[:, 0]]
-    worst = worse(max_abs(first[0], again[0]), max_abs(first[1], again[1]))
+    fresh = _start(candidate, candidate.backend.allocate(len(plan.rows), plan.capacity), falling[::-1])
+    worst = worse(max_abs(fresh[0], again[0]), max_abs(fresh[1], again[1]))
     return [
         *checks,
         judge(group, "values not finite after reuse", stray, 0, "=="),
         judge(group, "reused against fresh: max abs", worst, 0.0),
     ]
+
+
+def _start(candidate: Candidate, cache: KVCache, order: list[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Prefills each row into its slots alone, so that what lies behind its prompt stays, and decodes one token of all."""
+    prompts, new = candidate.prompts, candidate.next_tokens
+    first = [candidate.prefill([prompts[i]], cache.rows(row, row + 1))[0, 0] for row, i in enumerate(order)]
+    second = candidate.decode([new[i] for i in order], [candidate.plan.lengths[i] for i in order], cache)
+    return np.stack(first), second[:, 0]
 
 
 def _not_zero(candidate: Candidate, cache: KVCache, start: int) -> int:
