@@ -84,8 +84,8 @@ class Report:
             "layers": [asdict(x) for x in self.profile.layers],
             "bisection": None if self.bisection is None else [_run(run) for run in self.bisection.runs],
         }
-        finite = _finite(body)
-        return {**finite, HASH: content_hash(finite)}
+        writable = _writable(body)
+        return {**writable, HASH: content_hash(writable)}
 
 
 def figure(value: float) -> str:
@@ -117,12 +117,14 @@ def _run(run: Run) -> dict[str, Any]:
     return {"run": run.name, "parts": parts, "missing": list(run.missing), "failure": run.failure, "stations": stations}
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+def _writable(value: Any) -> Any:
+    """JSON has no NaN and no infinity, and UTF-8 no lone surrogate, which stands for a byte of a path that is no text."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: _writable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [_writable(v) for v in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

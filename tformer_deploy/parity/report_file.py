@@ -22,28 +22,28 @@ _LIMIT = 64 * 2**20
 _AGAIN = "Run `tformer-deploy check BUNDLE --checkpoint PATH --report FILE` again."
 _TEXT, _NUMBER = (str,), (int, float)
 _MAYBE_NUMBER, _MAYBE_COUNT, _MAYBE_TEXT = (int, float, type(None)), (int, type(None)), (str, type(None))
-# Field → types of its value, of the report and of the objects in its lists; docs/parity.md says what they mean.
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "schema": (int,), "verdict": _TEXT, "passed": (bool,), "bundle": _TEXT, "core_sha256": _TEXT, "dtype": _TEXT,
-    "suite": _TEXT, "against": _TEXT, "complete": (bool,), "notes": (list,), "peak_mib": _NUMBER, "seconds": _NUMBER,
-    "versions": (dict,), "checks": (list,), "rows": (list,), "positions": (list,), "layers": (list,),
-    "bisection": (list, type(None)), HASH: _TEXT,
-}  # fmt: skip
-_LISTS: dict[str, dict[str, tuple[type, ...]]] = {
-    "checks": {
+# Object in the report → its fields → types of their values; docs/parity.md says what they mean.
+FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
+    "": {
+        "schema": (int,), "verdict": _TEXT, "passed": (bool,), "bundle": _TEXT, "core_sha256": _TEXT, "dtype": _TEXT,
+        "suite": _TEXT, "against": _TEXT, "complete": (bool,), "notes": (list,), "peak_mib": _NUMBER, "seconds": _NUMBER,
+        "versions": (dict,), "checks": (list,), "rows": (list,), "positions": (list,), "layers": (list,),
+        "bisection": (list, type(None)), HASH: _TEXT,
+    },
+    "checks[]": {
         "group": _TEXT, "metric": _TEXT, "value": _MAYBE_NUMBER, "gate": _MAYBE_NUMBER, "relation": _TEXT, "verdict": _TEXT,
         "detail": _TEXT,
     },
-    "rows": {
+    "rows[]": {
         "graph": _TEXT, "row": (int,), "prompt_tokens": (int,), "ids": (list,), "max_abs": _MAYBE_NUMBER, "position": (int,),
         "mean_kl": _MAYBE_NUMBER,
     },
-    "positions": {"graph": _TEXT, "position": (int,), "rows": (int,), "max_abs": _MAYBE_NUMBER},
-    "layers": {"graph": _TEXT, "layer": (int,), "key": _MAYBE_NUMBER, "value": _MAYBE_NUMBER},
-    "bisection": {"run": _TEXT, "parts": (dict, type(None)), "missing": (list,), "failure": _TEXT, "stations": (list,)},
+    "positions[]": {"graph": _TEXT, "position": (int,), "rows": (int,), "max_abs": _MAYBE_NUMBER},
+    "layers[]": {"graph": _TEXT, "layer": (int,), "key": _MAYBE_NUMBER, "value": _MAYBE_NUMBER},
+    "bisection[]": {"run": _TEXT, "parts": (dict, type(None)), "missing": (list,), "failure": _TEXT, "stations": (list,)},
+    "bisection[].parts": {"place": _TEXT, "layer": _MAYBE_COUNT, "half": _MAYBE_TEXT, "exact": (bool,)},
+    "bisection[].stations[]": {"name": _TEXT, "layer": _MAYBE_COUNT, "error": _MAYBE_NUMBER, "line": _MAYBE_NUMBER},
 }  # fmt: skip
-_PARTS = {"place": _TEXT, "layer": _MAYBE_COUNT, "half": _MAYBE_TEXT, "exact": (bool,)}
-_STATION = {"name": _TEXT, "layer": _MAYBE_COUNT, "error": _MAYBE_NUMBER, "line": _MAYBE_NUMBER}
 
 
 def read_report(path: Path, bundle: Bundle) -> dict[str, Any]:
@@ -77,15 +77,15 @@ def parse_report(data: bytes, place: str) -> dict[str, Any]:
     schema = report.get("schema")
     if schema != SCHEMA or isinstance(schema, bool):
         raise InputError(f"{place}: schema is {escaped(repr(schema))[:80]}; this version reads {SCHEMA}.", _AGAIN)
-    _require_fields(report, _FIELDS, place)
-    for name, fields in _LISTS.items():
+    _require_fields(report, "", place)
+    for name in ("checks", "rows", "positions", "layers", "bisection"):
         for i, item in enumerate(report[name] or ()):
-            _require_fields(item, fields, f"{place}: {name}[{i}]")
+            _require_fields(item, f"{name}[]", f"{place}: {name}[{i}]")
     for i, run in enumerate(report["bisection"] or ()):
         if run["parts"] is not None:
-            _require_fields(run["parts"], _PARTS, f"{place}: bisection[{i}].parts")
+            _require_fields(run["parts"], "bisection[].parts", f"{place}: bisection[{i}].parts")
         for j, station in enumerate(run["stations"]):
-            _require_fields(station, _STATION, f"{place}: bisection[{i}].stations[{j}]")
+            _require_fields(station, "bisection[].stations[]", f"{place}: bisection[{i}].stations[{j}]")
     _require_words(report, place)
     if report[HASH] != content_hash(report):
         raise InputError(f"{place} was changed after it was written: its {HASH} does not fit its content.", _AGAIN)
@@ -95,7 +95,8 @@ def parse_report(data: bytes, place: str) -> dict[str, Any]:
     return report
 
 
-def _require_fields(item: Any, fields: dict[str, tuple[type, ...]], place: str) -> None:
+def _require_fields(item: Any, kind: str, place: str) -> None:
+    fields = FIELDS[kind]
     if not isinstance(item, dict):
         raise InputError(f"{place} is a JSON {type(item).__name__}; expected an object.", _AGAIN)
     unknown, missing = sorted(set(item) - set(fields)), sorted(set(fields) - set(item))
@@ -120,6 +121,7 @@ def _require_words(report: dict[str, Any], place: str) -> None:
         if not re.fullmatch("[0-9a-f]{64}", report[name]):
             raise InputError(f"{place}: {name} is {escaped(report[name])[:80]!r}; expected 64 hexadecimal digits.", _AGAIN)
     texts = [*report["notes"], *report["versions"].values()]
+    texts += [name for run in report["bisection"] or () for name in run["missing"]]
     numbers = [i for row in report["rows"] for i in row["ids"]]
     if not all(isinstance(t, str) for t in texts) or not all(type(i) is int for i in numbers):
-        raise InputError(f"{place}: notes and versions are texts, ids are whole numbers; one of them is something else.", _AGAIN)
+        raise InputError(f"{place}: notes, versions and missing are texts, ids are whole numbers; one of them is not.", _AGAIN)
