@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "generation": {"errors", "strict_json", "config", "bundle", "backends"},
     "batch": {"errors", "strict_json", "config", "bundle", "backends", "generation"},
     "parity": {"errors", "strict_json", "config", "bundle", "checkpoints", "reference", "backends"},
-    "exporters": {"errors", "strict_json", "config", "bundle", "checkpoints", "reference", "backends", "parity"},
+    "exporters": {"errors", "strict_json", "config", "parameters", "bundle", "checkpoints", "reference", "backends", "parity"},
 }
 BANNED = re.compile(r"(^|_)(utils?|helpers?|common|misc|managers?|extra_options)(_|$)", re.IGNORECASE)
 

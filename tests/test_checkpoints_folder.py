@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_checkpoints_families import GPT2, LLAMA, LLAMA3, difference, edit_config, hot_model
 
 from tformer_deploy.checkpoints import open_checkpoint
-from tformer_deploy.checkpoints.tformer import write_checkpoint
+from tformer_deploy.checkpoints.families.tformer import write_checkpoint
 from tformer_deploy.errors import InputError, TformerError
 from tformer_deploy.parameters import parameter_shapes
 from tformer_deploy.reference import Decoder
@@ -65,10 +65,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "kv heads": ("llama", {"num_key_value_heads": 3}, "n_heads is 4 and n_kv_heads 3"),
     "no kv heads": ("llama", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
     "more kv heads": ("llama", {"num_key_value_heads": 8}, "n_heads is 4 and n_kv_heads 8"),
-    "odd head": ("llama", {"head_dim": 15}, "head_dim is 15; rotary positions need an even number"),
-    "model type": ("llama", {"model_type": "gemma"}, "model_type is 'gemma'; supported are tformer, gpt2, llama"),
+    "odd head": ("llama", {"head_dim": 15}, "of head_dim 15 rotates 15 dims; expected an even number"),
+    "model type": ("llama", {"model_type": "mamba"}, "model_type is 'mamba'; supported are tformer, gpt2, "),
     "model type missing": ("llama", {"model_type": KeyError}, "model_type is None; supported are"),
-    "model type of another kind": ("llama", {"model_type": ["llama"]}, "supported are tformer, gpt2, llama"),
+    "model type of another kind": ("llama", {"model_type": ["llama"]}, "supported are tformer, gpt2, "),
     "architecture": ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "llama may have LlamaForCausalLM"),
     "own code": ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "code of its own (auto_map), which is never executed"),
     "remote code": ("llama", {"trust_remote_code": True}, "never executed"),
@@ -77,20 +77,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "latent attention": ("llama", {"kv_lora_rank": 512}, "multi-head latent attention"),
     "cross-attention": ("gpt2", {"add_cross_attention": True}, "cross-attention (add_cross_attention)"),
     "quantised": ("llama", {"quantization_config": {"quant_method": "gptq"}}, "the weights are quantised (gptq)"),
-    "window": ("llama", {"sliding_window": 16}, "a sliding attention window"),
-    "window of nothing": ("llama", {"sliding_window": 0}, "a sliding attention window"),
+    "window": ("llama", {"sliding_window": 16}, "nothing here reads, so the model could mean something else: sliding_window = 16"),
+    "window of nothing": ("llama", {"sliding_window": 0}, "sliding_window = 0"),
     "mixed layers": ("llama", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
     "unknown keys": ("llama", {"logit_softcap": 30.0, "embedding_multiplier": 12}, "embedding_multiplier = 12, logit_softcap = 30.0"),
-    "activation": ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu'; supported are silu"),
-    "gpt2 activation": ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'"),
-    "scale": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false; only true is supported"),
+    "activation": ("llama", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are silu"),
+    "gpt2 activation": ("gpt2", {"activation_function": "tanh"}, "activation_function is 'tanh'"),
+    "scale": ("gpt2", {"scale_attn_weights": 0}, "scale_attn_weights is 0; expected true or false"),
     "scale by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
     "length missing": ("llama", {"max_position_embeddings": KeyError}, "Give --max-length"),
     "length absurd": ("llama", {"max_position_embeddings": 10**9}, "max_position_embeddings 1000000000, above 16777216"),
     "length zero": ("gpt2", {"n_positions": 0}, "n_positions is 0; expected a whole number of at least 1"),
     "eps": ("llama", {"rms_norm_eps": 0}, "norm_eps is 0.0"),
-    "rope kind": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'; supported are default, llama3"),
-    "rope kind, old": ("llama", {"rope_parameters": KeyError, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'; supported are default, llama3"),
+    "rope kind": ("llama", {"rope_parameters": {"rope_type": "xpos", "rope_theta": 1e4}}, "rope_type is 'xpos'; supported are default, linear, dynamic, llama3, yarn"),
+    "rope kind, old": ("llama", {"rope_parameters": KeyError, "rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_type is 'mrope'; supported are default"),
     "rope by layer kind": ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
     "rope factor missing": ("llama", {"rope_parameters": {k: v for k, v in LLAMA3.items() if k != "factor"}}, "lacks factor"),
     "rope factor zero": ("llama", {"rope_parameters": LLAMA3 | {"factor": 0}}, "rope.factor is 0.0"),
@@ -102,7 +102,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope contradiction": ("llama", {"rope_theta": 500000.0}, "rope_theta is 500000.0 in one place and 10000.0 in rope_parameters"),
     "rope contradicting kinds": ("llama", {"rope_scaling": {"type": "default", "rope_type": "llama3"}}, "type 'default' and rope_type 'llama3'"),
     "rope contradicting spellings": ("llama", {"rope_scaling": LLAMA3}, "rope_type is 'llama3' in one place and 'default'"),
-    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1.0 is supported"),
     "layers more": ("llama", {"num_hidden_layers": 4}, "missing: layers.3.input_layernorm.weight"),
     "layers fewer": ("llama", {"num_hidden_layers": 2}, "unused: model.layers.2.input_layernorm.weight"),
     "layers without end": ("llama", {"num_hidden_layers": 2**31 - 1}, "2147483647 layers, the weights hold 30 tensors"),
@@ -121,7 +121,6 @@ def test_config_when_it_means_another_model_then_is_refused_by_name(case: str, m
 
 HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
     "null features": ("llama", {"quantization_config": None, "auto_map": None, "sliding_window": None, "num_local_experts": 0}),
-    "unused window": ("llama", {"sliding_window": 8, "use_sliding_window": False}),
     "old generation settings": ("gpt2", {"max_length": 20, "do_sample": True, "task_specific_params": {"a": {}}}),
     "reorder": ("gpt2", {"reorder_and_upcast_attn": True, "n_ctx": 128}),
     "full layers": ("llama", {"layer_types": ["full_attention"] * 3, "rope_interleaved": False, "pretraining_tp": 2}),

@@ -201,7 +201,7 @@ from tformer_deploy.checkpoints.safetensors_file import SafetensorsFile
 from tformer_deploy.checkpoints.transforms import TRANSPOSE
 file = SafetensorsFile(Path({str(tmp_path / "t.safetensors")!r}))
 checkpoint = Checkpoint.__new__(Checkpoint)
-checkpoint._located, checkpoint._zero = {{"head.weight": Located(file, "lm_head.weight", TRANSPOSE)}}, []
+checkpoint._located, checkpoint._zero = {{"head.weight": (Located(file, "lm_head.weight", TRANSPOSE),)}}, []
 checkpoint.tensors = {{"head.weight": TensorSpec(({columns}, {rows}), "bf16")}}
 torch.aminmax(torch.ones(4).bfloat16())
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tformer_deploy.config import ModelConfig, RopeConfig
 from tformer_deploy.reference import Decoder, TransformerBlock, TransformerConfig, causal_mask
-from tformer_deploy.reference.decoder import rope_frequencies
+from tformer_deploy.reference.positions import rope_frequencies
 
 BASE = ModelConfig(
     vocab_size=23, d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=20, max_length=16, rope=RopeConfig()
@@ -131,7 +131,7 @@ def test_forward_when_text_is_longer_than_max_length_then_says_both_numbers():
 
 
 def test_rope_when_the_model_is_converted_then_frequencies_stay_exact_float32():
-    want = rope_frequencies(BASE)
+    want = rope_frequencies(BASE.rope, BASE.head_dim)
     for convert in (Decoder.half, Decoder.bfloat16, Decoder.double, lambda d: d.to("meta").to_empty(device="cpu")):
         decoder = convert(Decoder(BASE))
         assert decoder.rope is not None
@@ -142,8 +142,8 @@ def test_rope_when_the_model_is_converted_then_frequencies_stay_exact_float32():
 def test_rope_when_llama3_then_stretches_long_waves_keeps_short_ones_and_blends_between():
     rope = RopeConfig(500000.0, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_length=8192)
     config = dataclasses.replace(BASE, head_dim=64, rope=rope)
-    plain = rope_frequencies(dataclasses.replace(config, rope=RopeConfig(500000.0)))
-    ratio = rope_frequencies(config) / plain
+    plain = rope_frequencies(RopeConfig(500000.0), config.head_dim)
+    ratio = rope_frequencies(config.rope, config.head_dim) / plain
     waves = 2 * torch.pi / plain
     assert torch.equal(ratio[waves < 8192 / 4], torch.ones(int((waves < 8192 / 4).sum())))
     torch.testing.assert_close(ratio[waves > 8192], torch.full((int((waves > 8192).sum()),), 1 / 8))
@@ -159,7 +159,9 @@ def test_rope_when_compared_with_complex_rotation_then_agrees():
     x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
     positions = torch.arange(5)[None]
     cos, sin = decoder.rope(positions, torch.float64)
-    turns = torch.polar(torch.ones(5, 4, dtype=torch.float64), positions[0, :, None] * rope_frequencies(BASE).double())
+    turns = torch.polar(
+        torch.ones(5, 4, dtype=torch.float64), positions[0, :, None] * rope_frequencies(BASE.rope, BASE.head_dim).double()
+    )
     want = torch.complex(x[..., :4], x[..., 4:]) * turns
     got = torch.ops.tformer.rotary(x, cos, sin)
     torch.testing.assert_close(got, torch.cat((want.real, want.imag), dim=-1), rtol=0, atol=1e-6)

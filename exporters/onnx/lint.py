@@ -53,15 +53,16 @@ def graph_faults(model: ir.Model, config: ModelConfig, dtype: DType, phase: Phas
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.domain not in ("", "ai.onnx"):
             yield f"{_place(node)} is of the domain {node.domain}; only standard operators are portable."
-        if node.op_type == "Attention":
-            yield from _attention_faults(node, phase)
         if node.op_type == "Transpose" and (table := node.inputs[0]) is not None and table.is_initializer():
             yield f"{_place(node)} transposes the initializer {table.name}; store it transposed."
         if node.op_type in _NORMS and node.attributes.get_int("stash_type", 1) != 1:
             yield f"{_place(node)} does not compute in fp32; expected stash_type 1."
-    attentions = sum(node.op_type == "Attention" for node in model.graph)
-    if attentions != config.n_layers:
-        yield f"there are {attentions} Attention nodes; expected {config.n_layers}, one a layer."
+    attentions = [node for node in model.graph if node.op_type == "Attention"]
+    if len(attentions) != config.n_layers:
+        yield f"there are {len(attentions)} Attention nodes; expected {config.n_layers}, one a layer."
+    for layer, node in enumerate(attentions):
+        causal = phase == "prefill" and layer not in config.window_layers and config.positions != "alibi"
+        yield from _attention_faults(node, phase, causal, config.attention_softcap or 0.0)
     yield from _cache_faults(model.graph)
     yield from _weight_faults(model.graph)
 
@@ -80,7 +81,8 @@ def _place(node: ir.Node) -> str:
     return f"{node.op_type} {node.name!r}"
 
 
-def _attention_faults(node: ir.Node, phase: Phase) -> Iterator[str]:
+def _attention_faults(node: ir.Node, phase: Phase, square: bool, softcap: float) -> Iterator[str]:
+    """``square``: the layer sees everything before a token and nothing was cached, so that no mask is needed."""
     inputs = list(node.inputs)
     causal = node.attributes.get_int("is_causal", 0)
     mask = len(inputs) > _MASK and inputs[_MASK] is not None
@@ -92,12 +94,13 @@ def _attention_faults(node: ir.Node, phase: Phase) -> Iterator[str]:
         yield f"{_place(node)} has {len(node.outputs)} outputs; TensorRT accepts one."
     if mask and causal:
         yield f"{_place(node)} has a mask and is_causal, which TensorRT refuses."
-    if phase == "prefill" and (mask or not causal):
-        yield f"{_place(node)} in prefill must be causal, without a mask."
-    if phase == "decode" and (causal or not mask):
-        yield f"{_place(node)} in decode must take the mask, without is_causal."
-    if node.attributes.get_float("softcap", 0.0):
-        yield f"{_place(node)} has a softcap, which TensorRT refuses."
+    if square and (mask or not causal):
+        yield f"{_place(node)} in {phase} must be causal, without a mask."
+    if not square and (causal or not mask):
+        yield f"{_place(node)} in {phase} must take the mask, without is_causal."
+    found = node.attributes.get_float("softcap", 0.0)
+    if abs(found - softcap) > 1e-6 * softcap:
+        yield f"{_place(node)} has the softcap {found:g}; the model's is {softcap:g}."
     if node.attributes.get("softmax_precision") is not None:
         yield f"{_place(node)} sets softmax_precision, which TensorRT refuses."
 

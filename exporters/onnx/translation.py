@@ -26,16 +26,21 @@ def _tensor_scatter(cache: Any, update: Any, write_indices: Any) -> Any:
     return op.TensorScatter(cache, update, write_indices, axis=2)
 
 
-def _masked_attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
-    return _first(op.Attention(query, key, value, mask))
+def _masked_attention(query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: float) -> Any:
+    if softcap:  # the attribute at all is what TensorRT refuses
+        return _first(op.Attention(query, key, value, mask, scale=scale, softcap=softcap))
+    return _first(op.Attention(query, key, value, mask, scale=scale))
 
 
-def _causal_attention(query: Any, key: Any, value: Any) -> Any:
-    return _first(op.Attention(query, key, value, is_causal=1))
+def _causal_attention(query: Any, key: Any, value: Any, scale: float, softcap: float) -> Any:
+    if softcap:
+        return _first(op.Attention(query, key, value, is_causal=1, scale=scale, softcap=softcap))
+    return _first(op.Attention(query, key, value, is_causal=1, scale=scale))
 
 
 def _rotary(x: Any, cos: Any, sin: Any) -> Any:
-    return op.RotaryEmbedding(x, cos, sin)
+    head, rotated = x.shape[-1], 2 * cos.shape[-1]
+    return op.RotaryEmbedding(x, cos, sin, rotary_embedding_dim=0 if head == rotated else rotated)
 
 
 def _tied_head(x: Any, embedding: Any) -> Any:

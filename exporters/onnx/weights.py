@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tformer_deploy.bundle.manifest import FileRecord, TensorRecord
-from tformer_deploy.bundle.tensor_table import ALIGNMENT, ROPE, expected_tensors
+from tformer_deploy.bundle.tensor_table import ALIGNMENT, expected_tensors
 from tformer_deploy.errors import InputError
-from tformer_deploy.reference.decoder import rope_frequencies
+from tformer_deploy.reference.positions import constant_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,8 +41,8 @@ def bundle_tensors(source: ExportSource, dtype: DType) -> Iterator[tuple[str, st
         _refuse_infinite(name, tensor, dtype)
         yield name, dtype, tensor
         del tensor  # before the next one is read
-    if source.config.rope is not None:
-        yield ROPE, "fp32", rope_frequencies(source.config)
+    for name, tensor in constant_tensors(source.config).items():
+        yield name, "fp32", tensor
 
 
 def _refuse_infinite(name: str, tensor: Tensor, dtype: DType) -> None:

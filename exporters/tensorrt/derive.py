@@ -14,6 +14,7 @@ from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.bundle.engines import DerivedGraph
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.onnx import export_bundle
+from tformer_deploy.parameters import constant_shapes
 from tformer_deploy.parity import judge_again, own_lines
 from tformer_deploy.parity.candidate import Candidate
 from tformer_deploy.parity.comparisons import compare
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from tformer_deploy.config import DType
     from tformer_deploy.parity.gates import Check
 
-_ROPE = "rope.frequencies"
-
 
 class BundleSource:
     """A bundle's weights in the form that the exporter reads from a checkpoint; one tensor in memory at a time."""
@@ -45,7 +44,7 @@ class BundleSource:
         self.eos_token_ids, self.bos_token_id = manifest.eos_token_ids, manifest.bos_token_id
         # In the order of the file, which is the model's own; the manifest is sorted by name.
         records = sorted(manifest.tensors.items(), key=lambda item: item[1].offset)
-        self.tensors = {name: record for name, record in records if name != _ROPE}
+        self.tensors = {name: record for name, record in records if name not in constant_shapes(manifest.config)}
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor."""

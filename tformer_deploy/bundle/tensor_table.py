@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tformer_deploy.bundle.manifest import MANIFEST, TensorRecord
 from tformer_deploy.errors import InputError
-from tformer_deploy.parameters import parameter_shapes
+from tformer_deploy.parameters import constant_shapes, parameter_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,15 +14,13 @@ if TYPE_CHECKING:
     from tformer_deploy.config import DType, ModelConfig
 
 ALIGNMENT = 4096  # a page, so that every tensor can be mapped by itself
-ROPE = "rope.frequencies"
 _NAMED = 8
 _AGAIN = "Export the bundle again."
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor, in the order of the file."""
-    rope: dict[str, tuple[int, ...]] = {} if config.rope is None else {ROPE: (config.head_dim // 2,)}
-    return parameter_shapes(config) | rope
+    return parameter_shapes(config) | constant_shapes(config)
 
 
 def check_tensor_table(config: ModelConfig, dtype: DType, tensors: dict[str, TensorRecord]) -> None:
@@ -33,10 +31,10 @@ def check_tensor_table(config: ModelConfig, dtype: DType, tensors: dict[str, Ten
     """
     if config.n_layers > len(tensors):  # a manifest may claim two thousand million of them
         raise InputError(f"{MANIFEST}: {len(tensors)} tensors are too few for {config.n_layers} layers.", _AGAIN)
-    expected = expected_tensors(config)
+    expected, single = expected_tensors(config), constant_shapes(config)
     faults = [f"{name} is not of this model" for name in tensors if name not in expected]
     for name, shape in expected.items():
-        record, want = tensors.get(name), "fp32" if name == ROPE else dtype
+        record, want = tensors.get(name), "fp32" if name in single else dtype
         if record is None:
             faults.append(f"{name} is missing")
         elif (record.shape, record.dtype) != (shape, want):

@@ -42,7 +42,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, kind: Format, family: str, config: ModelConfig, located: dict[str, Located], tokens: Tokens,
+        self, path: Path, kind: Format, family: str, config: ModelConfig, located: dict[str, tuple[Located, ...]], tokens: Tokens,
         files: tuple[Path, ...],
     ) -> None:  # fmt: skip
         self.path, self.family, self.config = path, family, config
@@ -51,7 +51,7 @@ class Checkpoint:
         self._zero: list[str] = []
         self._sha256: str | None = None
         shapes = parameter_shapes(config)
-        self.tensors = {name: TensorSpec(shapes[name], found.entry.dtype) for name, found in located.items()}
+        self.tensors = {name: TensorSpec(shapes[name], parts[0].entry.dtype) for name, parts in located.items()}
 
     @property
     def name(self) -> str:
@@ -93,31 +93,34 @@ class Checkpoint:
             InputError: It holds NaN or infinite values (counted), or values that fp16 cannot hold.
             StorageError: Reading failed.
         """
-        found, spec = self._located[name], self.tensors[name]
-        wanted = dtype or _TORCH[spec.dtype]
-        target = torch.empty(spec.shape, dtype=wanted)
-        nan = infinite = 0
-        zero = len(spec.shape) > 1
-        rows, step = found.entry.shape[0], found.block_rows()
-        for first in range(0, rows, step):
-            block = found.file.rows(found.stored, first, min(step, rows - first))
-            low, high = (float(x) for x in torch.aminmax(block))
-            if not (low > -torch.inf and high < torch.inf):  # also where they are NaN
-                nan += int(block.isnan().sum())
-                infinite += int(block.isinf().sum())
-                continue
-            zero = zero and low == high == 0
-            if wanted == torch.float16:
-                _refuse_overflow(name, low, high)
-            found.transform.place(target, block.to(wanted), first)
-        if nan or infinite:
-            place = f"{escaped(found.stored)} in {escaped(found.file.path.name)}"
-            raise InputError(
-                f"Tensor {name} ({place}) has {nan} NaN and {infinite} infinite values.", "Use an undamaged checkpoint."
-            )
-        if zero and name not in self._zero:
+        spec = self.tensors[name]
+        target = torch.empty(spec.shape, dtype=dtype or _TORCH[spec.dtype])
+        zero = [_read_into(target, part, name) for part in self._located[name]]
+        if all(zero) and len(spec.shape) > 1 and name not in self._zero:
             self._zero.append(name)
         return target
+
+
+def _read_into(target: Tensor, found: Located, name: str) -> bool:
+    """Reads one stored tensor to where it belongs; whether it is all zero."""
+    nan = infinite = 0
+    zero = True
+    rows, step = found.entry.shape[0], found.block_rows()
+    for first in range(0, rows, step):
+        block = found.file.rows(found.stored, first, min(step, rows - first))
+        low, high = (float(x) for x in torch.aminmax(block))
+        if not (low > -torch.inf and high < torch.inf):  # also where they are NaN
+            nan += int(block.isnan().sum())
+            infinite += int(block.isinf().sum())
+            continue
+        zero = zero and low == high == 0
+        if target.dtype == torch.float16:
+            _refuse_overflow(name, low, high)
+        found.transform.place(target, block, first)
+    if nan or infinite:
+        place = f"{escaped(found.stored)} in {escaped(found.file.path.name)}"
+        raise InputError(f"Tensor {name} ({place}) has {nan} NaN and {infinite} infinite values.", "Use an undamaged checkpoint.")
+    return zero
 
 
 def _refuse_overflow(name: str, low: float, high: float) -> None:

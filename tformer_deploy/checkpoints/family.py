@@ -11,32 +11,53 @@ import torch
 
 from tformer_deploy.checkpoints.reader import ConfigReader
 from tformer_deploy.checkpoints.tensor_file import Entry, TensorFile
-from tformer_deploy.checkpoints.transforms import SAME, Transform
+from tformer_deploy.checkpoints.transforms import SAME, TRANSPOSE, Transform
 from tformer_deploy.config import ModelConfig
 from tformer_deploy.errors import InputError, escaped
 from tformer_deploy.parameters import parameter_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 FLOATS = ("fp32", "fp16", "bf16")
 # What transformers calls an activation → what we do; its three tanh forms are one formula.
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
 }  # fmt: skip
 _SHOWN = 20  # names listed of each kind of problem
 BLOCK_BYTES = 8 << 20  # read at a time
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """Where one of our parameters comes from: the stored name (without the family's prefix) and how it is turned."""
 
     name: str
     transform: Transform = SAME
 
 
-Table = dict[str, Source]
+Table = dict[str, Source | tuple[Source, ...]]  # several: each fills a part
+_PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down", "head")
+
+
+def expand(config: ModelConfig, names: Mapping[str, str | Source]) -> Table:
+    """A table from our module names to stored ones, with ``{i}`` where the layer's number goes.
+
+    ``weight`` and ``bias`` follow by themselves. Projections are stored [out, in] and transposed; a :class:`Source` says
+    another transform, for both.
+    """
+    table: Table = {}
+    for ours, theirs in names.items():
+        source = theirs if isinstance(theirs, Source) else None
+        stored = source.name if source else str(theirs)
+        weight = source.transform if source else TRANSPOSE if ours.rpartition(".")[2] in _PROJECTIONS else SAME
+        bias = source.transform if source else SAME
+        for layer in range(config.n_layers) if "{i}" in ours else (None,):
+            name, place = ((text if layer is None else text.replace("{i}", str(layer))) for text in (ours, stored))
+            table[f"{name}.weight"] = Source(f"{place}.weight", weight)
+            table[f"{name}.bias"] = Source(f"{place}.bias", bias)
+    return table
 
 
 @dataclass(frozen=True)
@@ -108,8 +129,8 @@ class _Problems:
 _HINT = "Check that config and weights belong together and are complete."
 
 
-def locate(family: Family, config: ModelConfig, files: Sequence[TensorFile], place: str) -> dict[str, Located]:
-    """Every parameter of ``Decoder(config)``, in its order, with the stored tensor that fills it.
+def locate(family: Family, config: ModelConfig, files: Sequence[TensorFile], place: str) -> dict[str, tuple[Located, ...]]:
+    """Every parameter of ``Decoder(config)``, in its order, with the stored tensors that fill it (one, as a rule).
 
     Raises:
         InputError: Tensors are missing, unused, mis-shaped, of an unsupported dtype, or stored twice: all listed at once.
@@ -120,23 +141,27 @@ def locate(family: Family, config: ModelConfig, files: Sequence[TensorFile], pla
         raise InputError(
             f"{place}: the config has {config.n_layers} layers, the weights hold {len(stored)} tensors in all.", _HINT
         )
-    table, shapes = family.table(config), parameter_shapes(config)
-    result: dict[str, Located] = {}
-    for name, shape in shapes.items():
-        source = table[name]
-        found = stored.get(source.name)
-        if found is None:
-            _missing(family, config, source.name, problems)
-            continue
-        result[name] = found._replace(transform=source.transform)
-        _check_entry(result[name], source.transform.stored_shape(shape), problems)
-    used = {table[name].name for name in shapes}
+    table = family.table(config)
+    result: dict[str, tuple[Located, ...]] = {}
+    used: set[str] = set()
+    for name, shape in parameter_shapes(config).items():
+        wanted = table[name]
+        parts = []
+        for source in wanted if isinstance(wanted, tuple) else (wanted,):
+            used.add(source.name)
+            found = stored.get(source.name)
+            if found is None:
+                _missing(family, config, source.name, problems)
+                continue
+            parts.append(found._replace(transform=source.transform))
+            _check_entry(parts[-1], source.transform.stored_shape(shape), problems)
+        result[name] = tuple(parts)
     for name, found in stored.items():
         if name not in used and not _is_dropped(family, config, name):
             problems.add("unused", f"{escaped(found.stored)} (in {escaped(found.file.path.name)})")
     problems.finish(place)
     if config.tied and family.head in stored:
-        _require_same_head(stored[family.head], result["embedding.weight"], place)
+        _require_same_head(stored[family.head], result["embedding.weight"][0], place)
     return result
 
 
@@ -155,7 +180,8 @@ def _canonical(family: Family, files: Sequence[TensorFile], problems: _Problems)
 
 
 def _missing(family: Family, config: ModelConfig, name: str, problems: _Problems) -> None:
-    problems.add("missing", escaped(name))
+    if escaped(name) not in problems.kinds.get("missing", ()):  # a fused tensor fills several of ours
+        problems.add("missing", escaped(name))
     if name == family.head and not config.tied:
         problems.hints.append(
             f"Add {name} to the weights, or set tie_word_embeddings to true in config.json if the head is the embedding."
@@ -164,6 +190,8 @@ def _missing(family: Family, config: ModelConfig, name: str, problems: _Problems
 
 def _check_entry(found: Located, expected: tuple[int, ...], problems: _Problems) -> None:
     place = f"{escaped(found.stored)} (in {escaped(found.file.path.name)})"
+    if any(place in text for texts in problems.kinds.values() for text in texts):
+        return
     if found.entry.shape != expected:
         problems.add("mis-shaped", f"{place} has {list(found.entry.shape)}, expected {list(expected)}")
     if found.entry.dtype not in FLOATS:

@@ -39,7 +39,7 @@ def open_folder(path: Path, families: Mapping[str, Family], max_length: int | No
     paths, warnings = _weight_files(path)
     located = locate(family, config, _open_all(path, paths), escaped(str(path)))
     tokens = read_tokens(path, data, config.vocab_size)
-    tokens.warnings = (*warnings, *tokens.warnings)
+    tokens.warnings = (*reader.warnings, *warnings, *tokens.warnings)
     beside = [path / name for name in (CONFIG, INDEX, *tokens.assets) if (path / name).is_file()]
     return Checkpoint(path, "safetensors", family.name, config, located, tokens, (*beside, *paths))
 

@@ -137,7 +137,7 @@ def _factors(theta: float, dim: int, factor: float, low: float, high: float, len
 
 def _table(config: ModelConfig) -> Table:
     """Our names → GGUF's."""
-    sources = {"embedding.weight": Source("token_embd.weight"), "norm.weight": Source("output_norm.weight")}
+    sources: Table = {"embedding.weight": Source("token_embd.weight"), "norm.weight": Source("output_norm.weight")}
     unpermute = Unpermute(config.head_dim)
     for i in range(config.n_layers):
         block, stored = f"blocks.{i}", f"blk.{i}"

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from tformer_deploy.checkpoints.checkpoint import Checkpoint
+from tformer_deploy.checkpoints.families import FAMILIES
 from tformer_deploy.checkpoints.files import opened
 from tformer_deploy.checkpoints.folder import open_folder
 from tformer_deploy.checkpoints.gguf_file import MAGIC
 from tformer_deploy.checkpoints.gguf_llama import open_gguf
-from tformer_deploy.checkpoints.gpt2 import GPT2
-from tformer_deploy.checkpoints.llama import LLAMA
-from tformer_deploy.checkpoints.tformer import TFORMER
 from tformer_deploy.errors import InputError, escaped
-
-FAMILIES = {family.name: family for family in (TFORMER, GPT2, LLAMA)}
 
 
 def open_checkpoint(path: str | Path, max_length: int | None = None) -> Checkpoint:

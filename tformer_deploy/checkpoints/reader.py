@@ -9,7 +9,7 @@ from tformer_deploy.errors import InputError, escaped
 
 LONGEST = 1 << 24  # tokens; a config that claims more is taken for damaged unless --max-length says how many are wanted
 _MISSING = object()
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", list: "a list"}
 
 # Keys that say nothing about the forward pass at inference: bookkeeping, training, and generation settings of old configs.
 HARMLESS = frozenset(
@@ -48,7 +48,6 @@ FEATURES = {
     "cross_attention_hidden_size": "cross-attention (cross_attention_hidden_size)",
     "is_encoder_decoder": "an encoder (is_encoder_decoder)",
     "pruned_heads": "pruned heads (pruned_heads)",
-    "sliding_window": "a sliding attention window (sliding_window)",
 }
 
 
@@ -63,10 +62,15 @@ class ConfigReader:
 
     def __init__(self, data: dict[str, Any], place: str, max_length: int | None = None) -> None:
         self.data, self.place, self.max_length = data, place, max_length
+        self.warnings: list[str] = []
         self._read: set[str] = set()
 
+    def warn(self, text: str) -> None:
+        """Notes what is odd, or bounded, but not refused."""
+        self.warnings.append(text)
+
     def take(self, key: str, kind: type, low: float | None = None, high: float | None = None, default: Any = _MISSING) -> Any:
-        """The value of ``key``, of exactly this kind (``int``, ``float``, ``bool``, ``str``, ``dict``) and range.
+        """The value of ``key``, of exactly this kind (``int``, ``float``, ``bool``, ``str``, ``list``, ``dict``) and range.
 
         null counts as absent.
 
@@ -149,21 +153,19 @@ class ConfigReader:
                 )
         for key, feature in FEATURES.items():
             value = self.data.get(key)
-            if key == "sliding_window" and self.data.get("use_sliding_window") is False:
-                value = None
-            if value or (key == "sliding_window" and value is not None):
+            if value:
                 raise InputError(f"{self.place}: the model has {feature}, which is not supported.", "Use a model without it.")
             if not value:
                 self._read.add(key)
-        self.ignore("quantization_config", "compression_config", "use_sliding_window")
+        self.ignore("quantization_config", "compression_config")
 
     def finish(self) -> None:
-        """Every key has been read, or is in :data:`HARMLESS`.
+        """Every key has been read, is null, or is in :data:`HARMLESS`.
 
         Raises:
             InputError: Others are left; all are listed.
         """
-        unread = sorted(set(self.data) - self._read - HARMLESS)
+        unread = sorted(key for key in set(self.data) - self._read - HARMLESS if self.data[key] is not None)
         if unread:
             listed = ", ".join(f"{escaped(key)} = {_shown(self.data[key])}" for key in unread)
             raise InputError(

@@ -7,27 +7,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from tformer_deploy.parity.gates import Check, judge
-from tformer_deploy.reference.decoder import rope_frequencies
+from tformer_deploy.reference.positions import constant_tensors
 
 if TYPE_CHECKING:
     from tformer_deploy.bundle import Bundle
     from tformer_deploy.checkpoints import Checkpoint
 
 _TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_ROPE = "rope.frequencies"
 
 
 def compare_weights(bundle: Bundle, checkpoint: Checkpoint) -> list[Check]:
     """One check: how many tensors are missing, added or different; their names are its detail."""
     manifest, wrong = bundle.manifest, []
-    wanted = {*checkpoint.tensors, *([_ROPE] if checkpoint.config.rope is not None else [])}
+    constants = constant_tensors(checkpoint.config)
+    wanted = {*checkpoint.tensors, *constants}
     wrong += [f"{name} is missing" for name in sorted(wanted - set(manifest.tensors))]
     wrong += [f"{name} is in no checkpoint" for name in sorted(set(manifest.tensors) - wanted)]
     if checkpoint.config != manifest.config:
         wrong.append("the config differs from the checkpoint's")
     for name in sorted(wanted & set(manifest.tensors)):
-        rope = name == _ROPE
-        expected = rope_frequencies(checkpoint.config) if rope else checkpoint.read(name).to(_TORCH[manifest.dtype])
+        expected = constants[name] if name in constants else checkpoint.read(name, _TORCH[manifest.dtype])
         if tuple(expected.shape) != manifest.tensors[name].shape:
             wrong.append(f"{name} has shape {list(manifest.tensors[name].shape)}, expected {list(expected.shape)}")
         elif expected.contiguous().view(-1).view(torch.uint8).numpy().tobytes() != bundle.tensor(name).tobytes():

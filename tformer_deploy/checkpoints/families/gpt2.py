@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tformer_deploy.checkpoints.family import ACTIVATIONS, Family, Source, Table
+from tformer_deploy.checkpoints.family import ACTIVATIONS, Family, Source, Table, expand
 from tformer_deploy.checkpoints.reader import head_dim
-from tformer_deploy.checkpoints.transforms import TRANSPOSE, SplitQkv
+from tformer_deploy.checkpoints.transforms import SAME, SplitQkv
 from tformer_deploy.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 def read_config(reader: ConfigReader) -> ModelConfig:
     """The model of a GPT-2 ``config.json``."""
     width, heads = reader.take_size("n_embd"), reader.take_size("n_head")
-    reader.require("scale_attn_weights", True)
     reader.require("scale_attn_by_inverse_layer_idx", False)
     # reorder_and_upcast_attn changes the order of operations, not their meaning; n_ctx is an old name of n_positions.
-    reader.ignore("reorder_and_upcast_attn", "n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop")
-    reader.ignore("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj")
+    reader.ignore("reorder_and_upcast_attn", *GPT2_KEYS)  # it changes the order of operations, not their meaning
     return ModelConfig(
         vocab_size=reader.take_size("vocab_size"),
         d_model=width,
@@ -36,6 +34,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         activation=reader.take_choice("activation_function", ACTIVATIONS, default="gelu_new"),
         gated=False,
         positions="learned",
+        attention_scale=None if reader.take("scale_attn_weights", bool, default=True) else 1.0,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
@@ -43,22 +42,32 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     )
 
 
+# Training, heads for classification, and n_ctx, an old name of n_positions.
+GPT2_KEYS = (
+    "n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj",
+)  # fmt: skip
+
+# Our names → GPT-2's (without ``transformer.``).
+TENSORS: dict[str, str | Source] = {
+    "embedding": "wte",
+    "positions": "wpe",
+    "blocks.{i}.norm1": "h.{i}.ln_1",
+    "blocks.{i}.norm2": "h.{i}.ln_2",
+    "blocks.{i}.attention.query": Source("h.{i}.attn.c_attn", SplitQkv(0)),
+    "blocks.{i}.attention.key": Source("h.{i}.attn.c_attn", SplitQkv(1)),
+    "blocks.{i}.attention.value": Source("h.{i}.attn.c_attn", SplitQkv(2)),
+    "blocks.{i}.attention.out": Source("h.{i}.attn.c_proj", SAME),
+    "blocks.{i}.feed_forward.up": Source("h.{i}.mlp.c_fc", SAME),
+    "blocks.{i}.feed_forward.down": Source("h.{i}.mlp.c_proj", SAME),
+    "norm": "ln_f",
+    "head": "lm_head",
+}
+
+
 def table(config: ModelConfig) -> Table:
-    """Our names → GPT-2's (without ``transformer.``)."""
-    sources = {"embedding.weight": Source("wte.weight"), "positions.weight": Source("wpe.weight")}
-    for i in range(config.n_layers):
-        block, stored = f"blocks.{i}", f"h.{i}"
-        for kind in ("weight", "bias"):
-            sources[f"{block}.norm1.{kind}"] = Source(f"{stored}.ln_1.{kind}")
-            sources[f"{block}.norm2.{kind}"] = Source(f"{stored}.ln_2.{kind}")
-            for part, name in enumerate(("query", "key", "value")):
-                sources[f"{block}.attention.{name}.{kind}"] = Source(f"{stored}.attn.c_attn.{kind}", SplitQkv(part))
-            sources[f"{block}.attention.out.{kind}"] = Source(f"{stored}.attn.c_proj.{kind}")
-            sources[f"{block}.feed_forward.up.{kind}"] = Source(f"{stored}.mlp.c_fc.{kind}")
-            sources[f"{block}.feed_forward.down.{kind}"] = Source(f"{stored}.mlp.c_proj.{kind}")
-    sources |= {f"norm.{kind}": Source(f"ln_f.{kind}") for kind in ("weight", "bias")}
-    sources["head.weight"] = Source("lm_head.weight", TRANSPOSE)
-    return sources
+    """Our names → GPT-2's."""
+    return expand(config, TENSORS)
 
 
 GPT2 = Family(
