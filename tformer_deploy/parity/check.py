@@ -121,6 +121,13 @@ def _compare_values(
 ) -> _Values:
     """Values on ONNX Runtime against the PyTorch reference, and what a reader must know about them."""
     values = _Values()
+    window = bundle.manifest.config.window
+    if window is not None and plan.longest <= window:
+        more = " Run the full suite." if suite == "quick" else ""
+        values.notes.append(
+            f"Windows of {window} tokens are longer than every row here ({plan.longest} at most): what they cut off was not "
+            f"compared.{more}"
+        )
     on_progress("PyTorch reference")
     # A config that differs is red already; the checkpoint's own decides what is right.
     oracle = _ask(_reference(bundle, checkpoint), plan)
