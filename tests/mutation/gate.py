@@ -57,6 +57,11 @@ class GateMutant(Mutant):
     model: str = "llama"
     phase: str = "files"
 
+    @property
+    def unchanged(self) -> str:
+        """The model's bundle."""
+        return self.model
+
     def misplaces(self, metric: Metric) -> bool:
         """A graph's fault is not one of the weights, and decode's not one of prefill (but where the two must meet)."""
         in_prefill = metric[0].startswith("prefill") and metric != ONE_MORE

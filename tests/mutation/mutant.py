@@ -57,6 +57,11 @@ class Mutant:
     def __str__(self) -> str:
         return f"{self.site}-{self.name}"
 
+    @property
+    def unchanged(self) -> str:
+        """What the control is of: mutants of one bench with the same one share it."""
+        return self.site
+
     def misplaces(self, metric: Metric) -> bool:
         """Whether this metric may not be red: a fault must be found where it is."""
         return False
