@@ -35,7 +35,7 @@ def negate_one(tensor: np.ndarray) -> np.ndarray:
 
 
 def last_bit_of_one(tensor: np.ndarray) -> np.ndarray:
-    tensor.view(np.uint32)[7, 7] ^= 1
+    tensor.view({2: np.uint16, 4: np.uint32}[tensor.itemsize])[7, 7] ^= 1
     return tensor
 
 

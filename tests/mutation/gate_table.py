@@ -14,6 +14,8 @@ from mutation.mutant import Metric
 
 PREFILL = ("prefill, ragged batch", "max abs")
 PREFILL_L2 = ("prefill, ragged batch", "relative L2, p95")
+PREFILL_KL = ("prefill, ragged batch", "mean KL")
+PREFILL_TOP1 = ("prefill, ragged batch", "same top-1")
 PREFILL_CACHE = ("prefill caches", "max abs")
 TOUCHED = ("prefill caches", "tensors touched past the prompt")
 DECODE = ("decode, teacher-forced", "max abs")
@@ -25,6 +27,8 @@ ALONE_PREFILL = ("each row alone", "prefill: max abs")
 ALONE_DECODE = ("each row alone", "decode: max abs")
 POISON = ("poisoned cache slots", "max abs")
 GREEDY = ("greedy", "prompt 0: tokens agreed")
+# Caches in half precision are compared relative to their largest value.
+RELATIVE = {metric: (metric[0], "max abs, relative above 1") for metric in (PREFILL_CACHE, DECODE_CACHE)}
 
 
 def put(
@@ -89,6 +93,8 @@ _PREFILL = [
     put(g.bias_dropped, "gpt2", "prefill", PREFILL, ONE_MORE),
     put(g.bias_of_the_query_for_the_key, "gpt2", "prefill", PREFILL_CACHE),
     put(g.logits_scaled, "llama", "prefill", PREFILL_L2),
+    put(g.heads_merged_along_the_wrong_axis, "llama", "prefill", PREFILL, ONE_MORE),
+    put(g.keys_cached_along_the_wrong_axis, "gpt2", "prefill", PREFILL_CACHE, DECODE, ONE_MORE),
 ]
 _DECODE = [
     put(g.written_one_slot_on, "llama", "decode", DECODE, DECODE_CACHE, STRAYED),
@@ -106,6 +112,7 @@ _DECODE = [
     put(g.positions_stand_still_in_a_chunk, "gpt2", "decode", CHUNK),
     put(g.logit_positions_ignored, "llama", "decode", CHUNK),
     put(g.logit_positions_one_back, "gpt2", "decode", CHUNK),
+    put(g.heads_merged_along_the_wrong_axis, "gpt2", "decode", CHUNK),  # of one token there is nothing to turn
     put(g.stale_cache, "llama", "decode", DECODE, CHUNK, ONE_MORE),
     put(g.another_layers_cache_is_read, "llama", "decode", DECODE, ONE_MORE),
     put(g.another_layers_key_is_cached, "gpt2", "decode", DECODE, DECODE_CACHE),
@@ -195,6 +202,24 @@ _ALIBI = [
     put(f.embedding_norm_dropped, "alibi", "prefill", PREFILL, ONE_MORE),
     put(g.mask_excludes_the_token_itself, "alibi", "decode", DECODE, ONE_MORE),
 ]
+_HALF = [
+    put(edit, model, phase, *(RELATIVE.get(metric, metric) for metric in red))
+    for model in ("llama-fp16", "llama-bf16")
+    for edit, phase, red in (
+        (g.causal_mask_dropped, "prefill", (PREFILL, ALONE_PREFILL, ONE_MORE)),
+        (g.rope_frequencies, "prefill", (PREFILL, PREFILL_CACHE, ONE_MORE)),
+        (g.heads_swapped, "prefill", (PREFILL, PREFILL_KL, ONE_MORE)),
+        (g.logit_positions_one_back, "prefill", (PREFILL, PREFILL_TOP1, ONE_MORE)),
+        (g.key_value_swapped_in_cache, "decode", (DECODE, DECODE_CACHE)),
+        (g.mask_one_slot_too_far, "decode", (DECODE, POISON)),
+        (g.written_one_slot_back, "decode", (DECODE, DECODE_CACHE, STRAYED)),
+        (g.positions_stand_still_in_a_chunk, "decode", (CHUNK,)),
+    )
+]
+_HALF += [
+    put(b.edit_tensor(_QUERY, b.last_bit_of_one), model, "files", WEIGHTS, name="last-bit-of-one-weight")
+    for model in ("llama-fp16", "llama-bf16")
+]
 _EQUIVALENT = [
     put(
         g.residual_added_the_other_way_round, "llama", "prefill",
@@ -209,4 +234,4 @@ _EQUIVALENT = [
         equivalent="Attention as MatMul, Tanh, mask, Softmax, MatMul: the order of sums differs, nothing else",
     ),
 ]  # fmt: skip
-GATE = [*_FILES, *_PREFILL, *_DECODE, *_WINDOWS, *_PARALLEL, *_ALIBI, *_EQUIVALENT]
+GATE = [*_FILES, *_PREFILL, *_DECODE, *_WINDOWS, *_PARALLEL, *_ALIBI, *_HALF, *_EQUIVALENT]

@@ -11,6 +11,7 @@ from mutation.surgery import (
     all_of,
     attribute,
     before,
+    bypass,
     constant,
     feed,
     first_row,
@@ -75,6 +76,18 @@ def key_value_swapped_in_cache(graph: onnx.GraphProto) -> None:
 
 def heads_swapped(graph: onnx.GraphProto) -> None:
     through(graph, nth(graph, "Attention"), 1, "Gather", constant(graph, [1, 0]), axis=1)
+
+
+def heads_merged_along_the_wrong_axis(graph: onnx.GraphProto) -> None:
+    """Attention's output [B, H, S, D] is read as [B, S, H * D] without being turned."""
+    merged = reader(graph, nth(graph, "Attention", 1).output[0])
+    assert merged.op_type == "Transpose"
+    bypass(graph, merged)
+
+
+def keys_cached_along_the_wrong_axis(graph: onnx.GraphProto) -> None:
+    """The dims of a cached key are in reverse."""
+    through(graph, nth(graph, "TensorScatter", 2), 1, "Gather", constant(graph, list(range(15, -1, -1))), axis=3)
 
 
 def gate_and_up_swapped(graph: onnx.GraphProto) -> None:
