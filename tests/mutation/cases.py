@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +24,8 @@ class Case:
     """
 
     family: str
-    changes: dict[str, object] = field(default_factory=dict)
-    edits: dict[str, object] = field(default_factory=dict)
+    changes: Mapping[str, object] = field(default_factory=dict)
+    edits: Mapping[str, object] = field(default_factory=dict)
     embedding: float = 1.0
 
     def save(self, path: Path) -> transformers.PreTrainedModel:

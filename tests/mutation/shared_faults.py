@@ -88,7 +88,7 @@ def exchanged(family: str, a: str, b: str) -> Fault:
 
 def loaded(change: Callable[[Decoder], object]) -> Fault:
     """Something is forgotten or changed once the weights are there."""
-    right = Decoder.from_pretrained.__func__  # type: ignore[attr-defined]
+    right = Decoder.from_pretrained.__func__
 
     def load(cls: type[Decoder], *args: Any) -> Decoder:
         decoder: Decoder = right(cls, *args)
