@@ -1,4 +1,4 @@
-# Everything a fresh machine needs is made here: `make demo`, `make test`, `make test-slow`.
+# Everything a fresh machine needs is made here: `make demo`, `make test`, `make test-slow`, `make mutation`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ DEMO := demo
 
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: demo test test-slow lint clean cpp-packages
+.PHONY: demo test test-slow mutation lint clean cpp-packages
 
 # One stamp for each set of packages; a change of pyproject.toml or constraints.txt renews it.
 $(VENV)/runtime.stamp: pyproject.toml constraints.txt
@@ -45,6 +45,10 @@ test: $(VENV)/test.stamp cpp-packages
 
 test-slow: $(VENV)/slow.stamp cpp-packages
 	$(BIN)/python -m pytest -q -m 'slow and not gpu' --durations=15
+
+# Faults put in on purpose, and both scores (docs/mutation.md).
+mutation: $(VENV)/test.stamp
+	$(BIN)/python -m tests.mutation
 
 lint: $(VENV)/test.stamp
 	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
