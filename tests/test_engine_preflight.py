@@ -11,11 +11,12 @@ import pytest
 from conftest import LLAMA_LIKE
 
 from tformer_deploy.bundle import Manifest, open_bundle
+from tformer_deploy.bundle.fusable import unfusable
 from tformer_deploy.errors import CapabilityError, InputError, UsageError
 from tformer_deploy.exporters.tensorrt import flavours
 from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour
 from tformer_deploy.exporters.tensorrt.monitor import Fraction
-from tformer_deploy.exporters.tensorrt.preflight import make_plan, unfusable
+from tformer_deploy.exporters.tensorrt.preflight import make_plan
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,14 @@ def test_capacity_when_above_what_was_measured_then_is_refused(head_dim: int, li
     ((fault, hint),) = unfusable(config, "bf16", limit + 1)
     assert "decode: capacity" in fault
     assert str(limit) in hint
+
+
+def test_soft_cap_when_the_model_has_one_then_is_refused_before_the_builder_starts():
+    config = dataclasses.replace(LLAMA_LIKE, attention_softcap=50.0)
+    ((fault, hint),) = unfusable(config, "fp16", 128)
+    assert fault == "prefill and decode: attention scores are capped at 50; TensorRT takes no cap."
+    assert "ONNX Runtime" in hint
+    assert unfusable(dataclasses.replace(LLAMA_LIKE, logit_softcap=30.0, window=8, window_layers=(0,)), "fp16", 128) == []
 
 
 def test_fp32_capacity_when_above_what_was_measured_then_is_refused_too():

@@ -1,19 +1,18 @@
-"""Which attention will fuse and which cannot, said before the builder starts. The limits were measured on TensorRT-RTX 1.7."""
+"""What is to be built, checked before the builder starts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, unfusable
 from tformer_deploy.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from tformer_deploy.bundle import Manifest
-    from tformer_deploy.config import DType, ModelConfig
+    from tformer_deploy.config import DType
 
-DEFAULT_CAPACITY, DEFAULT_BATCH = 4096, 8
-# The decode kernel keeps a row's scores and one head in shared memory: capacity + head_dim values, as measured to the slot.
-_SCORES = {"fp16": 24576, "bf16": 24576, "fp32": 12288}
+DEFAULT_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -74,30 +73,3 @@ def make_plan(manifest: Manifest, dtype: DType, capacity: int | None, max_batch:
         profiles.append(Profile(f"prefill-{edge}", "prefill", rows, (low, edge, edge)))
         low = edge + 1
     return Plan(dtype, capacity, max_batch, tuple(profiles))
-
-
-def unfusable(config: ModelConfig, dtype: DType, capacity: int) -> list[tuple[str, str]]:
-    """Why the attention of a phase cannot fuse, and what to do about it; empty where all can."""
-    faults, dim = [], config.head_dim
-    if dim % 8 or not 8 <= dim <= 256:
-        faults.append(
-            (f"prefill and decode: head_dim is {dim}; fused kernels take multiples of 8 from 16 to 256.", _ONNX_RUNTIME)
-        )
-    elif dim < 16:
-        faults.append(
-            (f"prefill: head_dim is {dim}; fused kernels take multiples of 8 from 16 to 256 (decode: from 8).", _ONNX_RUNTIME)
-        )
-    if dtype == "fp32":
-        faults.append(("prefill: the dtype is fp32; fused kernels take fp16 and bf16 (decode: fp32 too).", "Give --dtype fp16."))
-    limit = _SCORES[dtype] - dim
-    if capacity > limit:
-        faults.append(
-            (
-                f"decode: capacity is {capacity}; for head_dim {dim} in {dtype} the kernel ends at {limit}.",
-                f"Give --capacity {limit} or less.",
-            )
-        )
-    return faults
-
-
-_ONNX_RUNTIME = "Run this bundle on ONNX Runtime; no engine can be made of it."

@@ -13,7 +13,9 @@ from rich.table import Table
 
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.engines import list_engines
+from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, unfusable
 from tformer_deploy.bundle.signature import PHASES, TensorSignature, cache_bytes_per_token, graph_inputs, graph_outputs
+from tformer_deploy.config import DTYPES
 
 if TYPE_CHECKING:
     from tformer_deploy.bundle import Bundle
@@ -65,6 +67,10 @@ def describe(bundle: Bundle) -> dict[str, Any]:
             "bytes": sum(t.size for t in manifest.tensors.values()),
         },
         "files": {name: dataclasses.asdict(record) for name, record in sorted(manifest.files.items())},
+        "tensorrt": {
+            dtype: [fault for fault, _ in unfusable(manifest.config, dtype, min(manifest.max_length, DEFAULT_CAPACITY))]
+            for dtype in DTYPES
+        },
         "engines": [dataclasses.asdict(engine) for engine in list_engines(bundle)],
     }
 
@@ -110,6 +116,9 @@ def _render(found: dict[str, Any], console: Console) -> None:
                 graphs.add_row(phase, ("→ " if kind == "outputs" else "") + signature["name"], signature["dtype"], rf"\[{dims}]")
         graphs.add_section()
     console.print(graphs)
+    for dtype, faults in found["tensorrt"].items():
+        verdict = "; ".join(faults) if faults else "all attention can be fused"
+        console.print(f"TensorRT {dtype}: {verdict}", highlight=False, markup=False)
     if not found["engines"]:
         console.print("engines: none (`tformer-deploy build-engine` makes one)")
     for engine in found["engines"]:
