@@ -38,6 +38,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "rope": ("rope_parameters", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_dim"),
     "window_rope": ("rope_parameters", "rope_local_base_freq"),
 }  # fmt: skip
+_LAYERS = 10_000  # more are a damaged config; a family makes lists of a layer's length
 _OURS = re.compile(r"\b(rope\.theta|window_rope|" + "|".join(k for k in _KEYS if "." not in k) + r")\b")
 
 
@@ -47,6 +48,9 @@ def read_model(family: Family, reader: ConfigReader) -> ModelConfig:
     Raises:
         InputError: It is none; the message begins with the reader's place, the hint says which keys to look at.
     """
+    for key in _KEYS["n_layers"]:
+        if key in reader.data:
+            reader.take(key, int, 1, _LAYERS, default=None)
     try:
         config = family.read_config(reader)
     except InputError as error:
