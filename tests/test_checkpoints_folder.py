@@ -106,7 +106,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1.0 is supported"),
     "layers more": ("llama", {"num_hidden_layers": 4}, "missing: model.layers.3.input_layernorm.weight"),
     "layers fewer": ("llama", {"num_hidden_layers": 2}, "unused: model.layers.2.input_layernorm.weight"),
-    "layers without end": ("llama", {"num_hidden_layers": 2**31 - 1}, "2147483647 layers, the weights hold 30 tensors"),
+    "layers without end": ("llama", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647; expected a whole number from 1 to 10000"),
+    "layers beyond the tensors": ("llama", {"num_hidden_layers": 9999}, "9999 layers, the weights hold 30 tensors"),
     "eos of another kind": ("llama", {"eos_token_id": "2"}, "eos_token_id is '2'"),
     "eos truth": ("llama", {"eos_token_id": [True]}, "eos_token_id is [True]"),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ BOS, EOS = 256, 257
 WORDS = {258: "ab", 259: "a", 260: "b", 261: "xa", 262: "by", 263: "▁hi"}
 
 
-def byte_tokenizer(post_processor: bool = False, template: str | None = None) -> Tokenizer:
+def byte_tokenizer_json(post_processor: bool = False) -> bytes:
     """Ids 0 … 255 are bytes, then a few words; ids from 264 on are the model's alone."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"<s>": BOS, "</s>": EOS} | {word: i for i, word in WORDS.items()}
     raw = tokenizers.Tokenizer(models.BPE(vocab, [("a", "b")], byte_fallback=True, unk_token="<s>"))
@@ -31,7 +32,12 @@ def byte_tokenizer(post_processor: bool = False, template: str | None = None) ->
     raw.enable_padding(length=9, pad_id=0)
     if post_processor:
         raw.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", BOS)])
-    return Tokenizer(raw.to_str().encode(), template, "<s>", "</s>")
+    return raw.to_str().encode()
+
+
+@functools.lru_cache  # a process each
+def byte_tokenizer(post_processor: bool = False, template: str | None = None) -> Tokenizer:
+    return Tokenizer(byte_tokenizer_json(post_processor), template, "<s>", "</s>")
 
 
 class Scripted:
@@ -195,7 +201,7 @@ def bundle(**assets: bytes) -> SimpleNamespace:
 
 
 def test_load_tokenizer_when_files_differ_then_takes_the_template_that_counts():
-    data = byte_tokenizer()._tokenizer.to_str().encode()
+    data = byte_tokenizer_json()
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "D{{ eos_token }}"}]
     config = json.dumps({"chat_template": named, "eos_token": {"content": "</s>"}}).encode()
     loaded = load_tokenizer(bundle(tokenizer_json=data, tokenizer_config_json=config))
@@ -213,6 +219,6 @@ def test_load_tokenizer_when_files_differ_then_takes_the_template_that_counts():
      {"tokenizer_json": b"GOOD", "chat_template_jinja": b"\xff"}],
 )  # fmt: skip
 def test_load_tokenizer_when_a_file_is_damaged_then_is_refused_by_name(assets: dict[str, bytes]):
-    good = byte_tokenizer()._tokenizer.to_str().encode()
+    good = byte_tokenizer_json()
     with pytest.raises(InputError, match=r"tokenizer|chat_template"):
         load_tokenizer(bundle(**{k: good if v == b"GOOD" else v for k, v in assets.items()}))

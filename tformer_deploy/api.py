@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError
+from tformer_deploy.generation import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +63,7 @@ def export(
                 on_warning=on_warning,
             )  # fmt: skip
     checkpoint = load("tformer_deploy.checkpoints", "export").open_checkpoint(decoder_or_path, max_length)
+    load_tokenizer(checkpoint)  # refuses one that no run could load
     exporter = load("tformer_deploy.exporters.onnx", "export")  # after it: a bad checkpoint is refused before torch is loaded
     stored = sorted({spec.dtype for spec in checkpoint.tensors.values()} - {dtype})
     if stored and on_progress is not None:

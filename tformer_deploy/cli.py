@@ -82,7 +82,7 @@ def run(arguments: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-class _Defect(TformerError):
+class _DefectError(TformerError):
     """Any other exception: not the user's fault (exit 1)."""
 
     exit_code = 1
@@ -97,7 +97,7 @@ def _report(error: Exception) -> int:
         error = ResourceError("Memory ran out.", "Lower --max-batch or --max-length, or use a machine with more memory.")
     if not isinstance(error, TformerError):
         hint = "This is a defect of tformer-deploy: run again as `tformer-deploy --debug …` and report what it prints."
-        error = _Defect(f"{type(error).__name__}: {error}", hint)
+        error = _DefectError(f"{type(error).__name__}: {error}", hint)
     # One line, so that the last line of stderr says everything; a report within a message keeps its own lines.
     click.echo(f"Error: {_shown(error.message)}" + (f" → {_shown(error.hint)}" if error.hint else ""), err=True)
     return error.exit_code

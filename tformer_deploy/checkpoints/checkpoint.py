@@ -77,6 +77,10 @@ class Checkpoint:
         """Those of tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja that there are."""
         return dict(self._tokens.assets)
 
+    def asset(self, name: str) -> bytes | None:
+        """The bytes of one of them; None where there is none."""
+        return self._tokens.assets.get(name)
+
     def sha256(self) -> str:
         """SHA-256 over all files that were used: of the lines ``<sha256>  <name>`` that sha256sum prints, sorted by name."""
         if self._sha256 is None:

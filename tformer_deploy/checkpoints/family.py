@@ -215,8 +215,8 @@ def _require_same_head(head: Located, embedding: Located, place: str) -> None:
     step = head.block_rows()
     for first in range(0, rows, step):
         count = min(step, rows - first)
-        pair = [located.file.rows(located.stored, first, count).float() for located in (head, embedding)]
-        if not torch.allclose(*pair, rtol=0, atol=0, equal_nan=True):  # NaN is refused where it is read, by its own name
+        one, other = (located.file.rows(located.stored, first, count).float() for located in (head, embedding))
+        if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):  # NaN is refused where it is read, by its own name
             same = False
             break
     if not same:

@@ -109,7 +109,8 @@ def refuse_pointer(path: Path, start: bytes) -> None:
     """Raises InputError where ``start``, the first bytes of the file, is the text of a Git-LFS pointer."""
     if start.startswith(LFS_POINTERS):
         raise InputError(
-            f"{escaped(str(path))} is a Git-LFS pointer (LFS pointer text, not the file itself).", "Run `git lfs pull` in its repository."
+            f"{escaped(str(path))} is a Git-LFS pointer (LFS pointer text, not the file itself).",
+            "Run `git lfs pull` in its repository.",
         )
 
 

@@ -59,7 +59,9 @@ def _ignored_code(path: Path, data: dict[str, Any]) -> list[str]:
     warnings = [f"{CONFIG}: {key} names {escaped(data[key])}, which is ignored: no code is fetched or run." for key in kernels]
     scripts = [escaped(name) for name in listing(path) if name.endswith(".py")]
     if scripts:
-        warnings.append(f"The Python files beside the weights are never run: {', '.join(scripts[:3])}{' …' * (len(scripts) > 3)}.")
+        warnings.append(
+            f"The Python files beside the weights are never run: {', '.join(scripts[:3])}{' …' * (len(scripts) > 3)}."
+        )
     return warnings
 
 
@@ -135,7 +137,8 @@ def _index_files(path: Path) -> list[str]:
     for name in named:
         if not isinstance(name, str) or not _PLAIN.fullmatch(name):
             raise InputError(
-                f"{INDEX} names {escaped(repr(name)[:80])}; expected the plain name of a .safetensors file.", "Get the index again."
+                f"{INDEX} names {escaped(repr(name)[:80])}; expected the plain name of a .safetensors file.",
+                "Get the index again.",
             )
     names = set(named)
     absent = sorted(escaped(name) for name in names if not os.path.lexists(path / name))
