@@ -15,9 +15,10 @@ import struct
 import sys
 from typing import Any
 
-SECONDS, SECONDS_PER_MIB = 3, 2  # of CPU, for one request
+SECONDS = 3  # of CPU, for one request
+LOAD_PER_MIB, TEXT_PER_MIB = 0.25, 2.0  # and on top of it for each MiB of tokenizer.json, or of a request
 MIB, TIMES = 2048, 32  # address space, and on top of it this often the size of tokenizer.json
-_TEXT = 1 << 26  # characters of an answer
+_TEXT = 1 << 24  # characters of an answer
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
     tokenizer: _Tokenizer | None = None
     request: bytes | None = data
     while request is not None:
-        _limit_cpu(len(request))
+        _limit_cpu(SECONDS + (LOAD_PER_MIB if tokenizer is None else TEXT_PER_MIB) * len(request) / 2**20)
         try:
             if tokenizer is None:
                 tokenizer = _Tokenizer(data)
@@ -60,6 +61,8 @@ class _Tokenizer:
         self.tokenizer = tokenizers.Tokenizer.from_buffer(data)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
+        if getattr(self.tokenizer.model, "dropout", None):
+            self.tokenizer.model.dropout = None  # for training: the same text would get other ids each time
         raw: dict[str, Any] = json.loads(data)
         self.added: set[int] = set()
         for item in raw.get("added_tokens") or []:
@@ -71,8 +74,9 @@ class _Tokenizer:
         self.drops = model.get("type", "BPE") == "BPE" and model.get("unk_token") is None
         self.bytes: Any = None
         level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        steps = json.dumps(raw.get("pre_tokenizer"))
-        if self.drops and '"ByteLevel"' in steps and any(self.tokenizer.token_to_id(c) is None for c in level.alphabet()):
+        # It may leave spaces out of offsets; but a space has its byte, as every character has.
+        self.by_bytes = '"ByteLevel"' in json.dumps([raw.get("pre_tokenizer"), raw.get("post_processor")])
+        if self.drops and self.by_bytes and any(self.tokenizer.token_to_id(c) is None for c in level.alphabet()):
             self.bytes = level
         for text in ("", "a"):  # what breaks on every text
             self._probe(text)
@@ -110,13 +114,20 @@ class _Tokenizer:
             covered[start:end] = b"\1" * (end - start)
             if index in self.added:
                 whole[start:end] = b"\1" * (end - start)
-        for at, character in enumerate(text):
-            if not covered[at] and not character.isspace():
-                return at
-        if self.bytes is None:
-            return None
-        unknown = {c for c in set(text) if any(self.tokenizer.token_to_id(b) is None for b in self._bytes_of(c))}
-        return next((at for at, character in enumerate(text) if character in unknown and not whole[at]), None)
+        known: dict[str, bool] = {}
+        for character in set(text) if self.bytes is not None else ():
+            known[character] = all(self.tokenizer.token_to_id(b) is not None for b in self._bytes_of(character))
+        unknown = next((at for at, character in enumerate(text) if not known.get(character, True) and not whole[at]), None)
+        if unknown is not None or all(covered):
+            return unknown
+        steps = self.tokenizer.pre_tokenizer
+        pieces = [("", (0, len(text)))] if steps is None else steps.pre_tokenize_str(text)
+        kept = [at for _, (start, end) in pieces for at in range(start, end)]  # the rest was removed on purpose
+        lost = [at for at in kept if not covered[at] and not (self.by_bytes and text[at].isspace())]
+        if not lost or self.by_bytes:
+            return lost[0] if lost else None
+        # The library counts on as if nothing had been dropped, so that the gap shows too late.
+        return next((at for at in kept if not whole[at] and self.tokenizer.token_to_id(text[at]) is None), lost[0])
 
     def _bytes_of(self, character: str) -> str:
         return "".join(piece for piece, _ in self.bytes.pre_tokenize_str(character))
@@ -132,10 +143,10 @@ class _Tokenizer:
         return text
 
 
-def _limit_cpu(size: int) -> None:
+def _limit_cpu(more: float) -> None:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    seconds = math.ceil(usage.ru_utime + usage.ru_stime) + SECONDS + math.ceil(SECONDS_PER_MIB * size / (1 << 20))
+    seconds = math.ceil(usage.ru_utime + usage.ru_stime + more)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds if hard == resource.RLIM_INFINITY else min(seconds, hard), hard))
 
 

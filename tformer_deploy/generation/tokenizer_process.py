@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from tformer_deploy.errors import InputError, ResourceError, escaped
-from tformer_deploy.generation.tokenizer_child import MIB, SECONDS, SECONDS_PER_MIB
+from tformer_deploy.generation.tokenizer_child import LOAD_PER_MIB, MIB, SECONDS, TEXT_PER_MIB
 
 _CHILD = Path(__file__).with_name("tokenizer_child.py")
 _BUSY = 3  # wall-clock seconds for one of CPU: the machine may have others to serve
-_HINT = "Use a tokenizer.json that the tokenizers library loads, or run token ids."
+_HINTS = {
+    "be read": "Use a tokenizer.json that the tokenizers library loads, or run token ids.",
+    "encode the text": "Change the text, or give its token ids.",
+}
 
 
 class TokenizerProcess:
@@ -82,7 +85,7 @@ class TokenizerProcess:
 
     def _exchange(self, data: bytes, what: str) -> Any:
         assert self._process is not None
-        seconds = SECONDS + SECONDS_PER_MIB * len(data) / 2**20
+        seconds = SECONDS + (LOAD_PER_MIB if data is self._data else TEXT_PER_MIB) * len(data) / 2**20
         answer = _exchange(self._process, data, time.monotonic() + _BUSY * seconds)
         if answer is None or "value" not in answer:
             code = self._stop() if answer is None else None
@@ -98,15 +101,16 @@ class TokenizerProcess:
         return process.returncode
 
     def _failure(self, answer: dict[str, str] | None, code: int | None, what: str, seconds: float) -> InputError | ResourceError:
+        hint = _HINTS.get(what, _HINTS["be read"])
         limit = f"tokenizer.json cannot {what} within {seconds:.0f} s and {MIB} MiB"
         if answer is not None and "error" in answer:
             reason = answer["error"].removeprefix("Cannot instantiate Tokenizer from buffer: ")
-            return InputError(f"tokenizer.json cannot {what}: {escaped(reason)}.", _HINT)
+            return InputError(f"tokenizer.json cannot {what}: {escaped(reason)}.", hint)
         if answer is not None:
-            return ResourceError(f"{limit}: {escaped(answer['limit'])}.", _HINT)
+            return ResourceError(f"{limit}: {escaped(answer['limit'])}.", hint)
         if code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE):
-            return InputError(f"tokenizer.json cannot {what}: the tokenizers library crashed (signal {-code}).", _HINT)
-        return ResourceError(f"{limit}.", _HINT)
+            return InputError(f"tokenizer.json cannot {what}: the tokenizers library crashed (signal {-code}).", hint)
+        return ResourceError(f"{limit}.", hint)
 
 
 def _exchange(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> dict[str, Any] | None:
