@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ BOS, EOS = 256, 257
 WORDS = {258: "ab", 259: "a", 260: "b", 261: "xa", 262: "by", 263: "▁hi"}
 
 
-def byte_tokenizer(post_processor: bool = False, template: str | None = None) -> Tokenizer:
+def byte_tokenizer_json(post_processor: bool = False) -> bytes:
     """Ids 0 … 255 are bytes, then a few words; ids from 264 on are the model's alone."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"<s>": BOS, "</s>": EOS} | {word: i for i, word in WORDS.items()}
     raw = tokenizers.Tokenizer(models.BPE(vocab, [("a", "b")], byte_fallback=True, unk_token="<s>"))
@@ -25,7 +26,13 @@ def byte_tokenizer(post_processor: bool = False, template: str | None = None) ->
     raw.enable_padding(length=9, pad_id=0)
     if post_processor:
         raw.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", BOS)])
-    return Tokenizer(raw.to_str().encode(), template, "<s>", "</s>")
+    return raw.to_str().encode()
+
+
+@functools.lru_cache  # a process each
+def byte_tokenizer(post_processor: bool = False, template: str | None = None) -> Tokenizer:
+    """Over :func:`byte_tokenizer_json`."""
+    return Tokenizer(byte_tokenizer_json(post_processor), template, "<s>", "</s>")
 
 
 class Scripted:

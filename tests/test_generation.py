@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import BOS, EOS, VOCAB, byte_tokenizer, request, scripted
+from scripted import BOS, EOS, VOCAB, byte_tokenizer, byte_tokenizer_json, request, scripted
 
 from tformer_deploy.errors import InputError
 from tformer_deploy.generation import Generator, Request, load_tokenizer
@@ -130,7 +130,7 @@ def bundle(**assets: bytes) -> SimpleNamespace:
 
 
 def test_load_tokenizer_when_files_differ_then_takes_the_template_that_counts():
-    data = byte_tokenizer()._tokenizer.to_str().encode()
+    data = byte_tokenizer_json()
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "D{{ eos_token }}"}]
     config = json.dumps({"chat_template": named, "eos_token": {"content": "</s>"}}).encode()
     loaded = load_tokenizer(bundle(tokenizer_json=data, tokenizer_config_json=config))
@@ -148,6 +148,6 @@ def test_load_tokenizer_when_files_differ_then_takes_the_template_that_counts():
      {"tokenizer_json": b"GOOD", "chat_template_jinja": b"\xff"}],
 )  # fmt: skip
 def test_load_tokenizer_when_a_file_is_damaged_then_is_refused_by_name(assets: dict[str, bytes]):
-    good = byte_tokenizer()._tokenizer.to_str().encode()
+    good = byte_tokenizer_json()
     with pytest.raises(InputError, match=r"tokenizer|chat_template"):
         load_tokenizer(bundle(**{k: good if v == b"GOOD" else v for k, v in assets.items()}))

@@ -37,6 +37,12 @@ def command(
     if tokenizer is None:
         raise InputError(f"{bundle} has no tokenizer.", "Use `tformer-deploy run` with input_ids.")
     ids = tokenizer.encode_chat(prompt) if chat else tokenizer.encode(prompt)
+    vocab_size = opened.manifest.config.vocab_size
+    if bad := [i for i in ids if i >= vocab_size]:
+        raise InputError(
+            f"The prompt has the token id {tokenizer.name(bad[0])}; the model's go from 0 to {vocab_size - 1}.",
+            "Leave that token out: the tokenizer knows more tokens than the model.",
+        )
     request = Request(tuple(ids), options, max_new_tokens, stop_strings(stop), seed)
     session = open_session(opened, backend=backend, threads=threads)
     for note in session.backend.notes:
