@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 
 if TYPE_CHECKING:
     from tformer_deploy.checkpoints.family import Family
@@ -60,7 +60,7 @@ def read_model(family: Family, reader: ConfigReader) -> ModelConfig:
 
 
 def _in_their_words(error: InputError, reader: ConfigReader) -> InputError:
-    message = error.message if error.message.startswith(reader.place) else f"{reader.place}: {error.message}"
+    message = escaped(error.message if error.message.startswith(reader.place) else f"{reader.place}: {error.message}")
     if error.hint is not None:
         return InputError(message, error.hint)
     named = [key for ours in dict.fromkeys(_OURS.findall(error.message)) for key in _KEYS[ours] if key in reader.data]
