@@ -70,9 +70,9 @@ def _config(raw: Any) -> ModelConfig:
 def _newer(schema: int, versions: Any) -> InputError:
     version = versions.get("tformer-deploy") if isinstance(versions, dict) else None
     known = isinstance(version, str) and re.fullmatch(r"[0-9A-Za-z.+-]{1,40}", version)
+    made = f"made by tformer-deploy {version}, needs tformer-deploy >= {version}" if known else "made by a newer tformer-deploy"
     return InputError(
-        f"{MANIFEST} has schema {schema}, made by tformer-deploy {version if known else '(version unknown)'}; "
-        f"this version reads schema {SCHEMA}.",
+        f"{MANIFEST} has schema {schema}: {made}; this version reads schema {SCHEMA}.",
         f"Install tformer-deploy >= {version}." if known else "Install a newer tformer-deploy.",
     )
 
