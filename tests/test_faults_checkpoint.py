@@ -309,7 +309,7 @@ def test_length_when_absurd_then_max_length_stands_in_and_nothing_that_long_is_m
 def test_rotary_width_when_odd_then_is_refused_with_the_numbers():
     config = family_configs()["phi"]
     parameters = config["rope_parameters"] | {"partial_rotary_factor": 0.2}
-    with pytest.raises(InputError, match="0.2 of head_dim 16 rotates 3 dims; expected an even number"):
+    with pytest.raises(InputError, match=r"0\.2 of head_dim 16 rotates 3 dims; expected an even number"):
         read_config(("phi", config | {"rope_parameters": parameters, "partial_rotary_factor": 0.2}))
 
 
