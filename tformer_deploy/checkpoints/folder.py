@@ -38,7 +38,7 @@ def open_folder(path: Path, families: Mapping[str, Family], max_length: int | No
     reader = ConfigReader(data, CONFIG, max_length)
     reader.refuse_features()
     family = _family(data, families)
-    config = read_model(family, reader)
+    config = read_model(family.read_config, reader)
     paths, warnings = _weight_files(path)
     located = locate(family, config, _open_all(path, paths), _place(path, paths))
     tokens = read_tokens(path, data, config.vocab_size)

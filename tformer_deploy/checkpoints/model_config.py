@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from tformer_deploy.errors import InputError
+from tformer_deploy.checkpoints.reader import ConfigReader
+from tformer_deploy.errors import InputError, escaped
 
 if TYPE_CHECKING:
-    from tformer_deploy.checkpoints.family import Family
-    from tformer_deploy.checkpoints.reader import ConfigReader
+    from collections.abc import Callable
+
     from tformer_deploy.config import ModelConfig
 
 # Our field → the keys that families read it from; a message of ModelConfig or RopeConfig names ours.
@@ -38,12 +39,13 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "rope": ("rope_parameters", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_dim"),
     "window_rope": ("rope_parameters", "rope_local_base_freq"),
 }  # fmt: skip
+Reader = TypeVar("Reader", bound=ConfigReader)
 _LAYERS = 10_000  # more are a damaged config; a family makes lists of a layer's length
 _OURS = re.compile(r"\b(rope\.theta|window_rope|" + "|".join(k for k in _KEYS if "." not in k) + r")\b")
 
 
-def read_model(family: Family, reader: ConfigReader) -> ModelConfig:
-    """The model that ``reader``'s object describes; every key of it has been read then.
+def read_model(read_config: Callable[[Reader], ModelConfig], reader: Reader) -> ModelConfig:
+    """What a family's ``read_config`` makes of ``reader``'s object; every key of it has been read then.
 
     Raises:
         InputError: It is none; the message begins with the reader's place, the hint says which keys to look at.
@@ -52,7 +54,7 @@ def read_model(family: Family, reader: ConfigReader) -> ModelConfig:
         if key in reader.data:
             reader.take(key, int, 1, _LAYERS, default=None)
     try:
-        config = family.read_config(reader)
+        config = read_config(reader)
     except InputError as error:
         raise _in_their_words(error, reader) from None
     reader.finish()
@@ -60,7 +62,7 @@ def read_model(family: Family, reader: ConfigReader) -> ModelConfig:
 
 
 def _in_their_words(error: InputError, reader: ConfigReader) -> InputError:
-    message = error.message if error.message.startswith(reader.place) else f"{reader.place}: {error.message}"
+    message = escaped(error.message if error.message.startswith(reader.place) else f"{reader.place}: {error.message}")
     if error.hint is not None:
         return InputError(message, error.hint)
     named = [key for ours in dict.fromkeys(_OURS.findall(error.message)) for key in _KEYS[ours] if key in reader.data]

@@ -11,6 +11,7 @@ import click
 
 from tformer_deploy.backends import open_session
 from tformer_deploy.bundle import open_bundle
+from tformer_deploy.bundle.finite import require_finite
 from tformer_deploy.commands.options import generation_options, sampling_options, stop_strings
 from tformer_deploy.errors import InputError
 from tformer_deploy.generation import Generator, Request, load_tokenizer
@@ -33,6 +34,7 @@ def command(
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows less than Unicode
     options = sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
     opened = open_bundle(bundle)
+    require_finite(opened)
     tokenizer = load_tokenizer(opened)
     if tokenizer is None:
         raise InputError(f"{bundle} has no tokenizer.", "Use `tformer-deploy run` with input_ids.")

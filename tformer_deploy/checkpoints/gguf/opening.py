@@ -11,6 +11,7 @@ from tformer_deploy.checkpoints.gguf.architectures import ARCHITECTURES
 from tformer_deploy.checkpoints.gguf.file import GgufFile
 from tformer_deploy.checkpoints.gguf.keys import GgufReader
 from tformer_deploy.checkpoints.gguf.tokenizer import read_gguf_tokens
+from tformer_deploy.checkpoints.model_config import read_model
 from tformer_deploy.errors import InputError, escaped
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ def open_gguf(path: Path, max_length: int | None) -> Checkpoint:
             f"{escaped(path.name)} is one of several parts (split.count).", "Merge them with `llama-gguf-split --merge`."
         )
     architecture, reader = ARCHITECTURES[name], GgufReader(file, name, max_length)
-    config = architecture.read_config(reader)
-    reader.finish()
+    config = read_model(architecture.read_config, reader)
     family = Family(
         name=architecture.family,
         read_config=lambda _: config,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SPACE = "▁"
+_LONGEST = 4096  # characters of a token: every way to cut one in two is looked at
 
 
 class _Vocabulary:
@@ -38,6 +39,8 @@ class _Vocabulary:
         if len(self.ids) != len(self.tokens):
             twice = next(token for index, token in enumerate(self.tokens) if self.ids[token] != index)
             raise InputError(f"{self.place}: tokenizer.ggml.tokens has {escaped(twice)!r} twice.", _HINT)
+        if (longest := max(map(len, self.tokens), default=0)) > _LONGEST:
+            raise InputError(f"{self.place}: tokenizer.ggml.tokens has one of {longest} characters; at most {_LONGEST}.", _HINT)
         self.types: list[int] = self.array("token_type", int, len(self.tokens), [_NORMAL] * len(self.tokens))
 
     def array(self, key: str, kind: type, length: int | None, default: list[Any] | None = None) -> list[Any]:
