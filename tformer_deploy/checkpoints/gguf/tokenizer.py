@@ -92,10 +92,15 @@ def read_gguf_tokens(file: GgufFile, vocab_size: int) -> Tokens:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise InputError(f"{place}: tokenizer.ggml.model is {kind!r:.80}; supported are {', '.join(_KINDS)}.", _OTHER)
     vocabulary = _Vocabulary(file)
-    tokenizer, adds_bos = _KINDS[kind](vocabulary)
-    _add_tokens(tokenizer, vocabulary)
     named = {key: vocabulary.token(f"{key}_token_id") for key in ("bos", "eos", "unknown", "padding")}
-    _post_process(tokenizer, vocabulary, adds_bos)
+    try:
+        tokenizer, adds_bos = _KINDS[kind](vocabulary)
+        _add_tokens(tokenizer, vocabulary)
+        _post_process(tokenizer, vocabulary, adds_bos)
+    except InputError:
+        raise
+    except Exception as e:  # the library's own words, for instance on a begin-of-text token with a colon in it
+        raise InputError(f"{place}: no tokenizer can be made of tokenizer.ggml.*: {escaped(str(e)[:200])}.", _OTHER) from None
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for key, ours in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
         token = named[key]
