@@ -68,8 +68,8 @@ BPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def bpe(**changes: Any) -> dict[str, Any]:
-    return tokenizer_json(model=BPE | changes, added_tokens=[], pre_tokenizer=changes.pop("pre", None))
+def bpe(pre: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return tokenizer_json(model=BPE | changes, added_tokens=[], pre_tokenizer=pre)
 
 
 def split(pattern: str) -> dict[str, Any]:
