@@ -22,7 +22,7 @@ from tformer_deploy.parity.plan import make_plan
 from tformer_deploy.reference import Decoder
 
 # Lines that everything finite holds, to see which checks they reach at all.
-ABSURD = Gates(1e9, 1e9, -1.0, 1e9, -1.0, 1e9, False, 1e9, 1e9)
+ABSURD = Gates(1e9, 1e9, -1.0, 1e9, -1.0, 1e9, False, 1e9, 1e9, 1e9)
 QUICK = replace(make_plan(LLAMA_LIKE, LLAMA_LIKE.max_length, "quick"), greedy=0)
 OF_LOGITS = ("prefill, ragged batch", "decode, teacher-forced", "decode, several tokens at once")
 

@@ -10,7 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tformer_deploy.bundle import open_bundle
 from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError
+from tformer_deploy.generation import load_tokenizer
+from tformer_deploy.parity.text import read_beginning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,14 +70,43 @@ def export(
     return written
 
 
-def check(bundle_path: str | Path, checkpoint_path: str | Path | None, suite: str = "quick") -> Report:
+def check(
+    bundle_path: str | Path,
+    checkpoint_path: str | Path | None,
+    suite: str = "quick",
+    *,
+    text: str | Path | None = None,
+    bisect: bool = False,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Report:
     """Compares a bundle with the checkpoint that it came from; ``report.passed`` says whether it holds.
 
+    Args:
+        bundle_path: The bundle.
+        checkpoint_path: Where it came from; without it nothing is proven.
+        suite: ``quick`` or ``full``.
+        text: A UTF-8 file, on the beginning of which perplexity is compared too.
+        bisect: Look for the first layer in which a graph and the reference part.
+        on_progress: Called with a few words at the start of each part.
+
     Raises:
-        InputError: The bundle or the checkpoint cannot be read.
+        InputError: The bundle, the checkpoint or the text cannot be read, or the bundle has no tokenizer for the text.
     """
-    report: Report = load("tformer_deploy.parity", "export").check_bundle(bundle_path, checkpoint_path, suite=suite)
+    check_bundle = load("tformer_deploy.parity.check", "export").check_bundle
+    ids = None if text is None else (str(text), _ids_of_text(bundle_path, Path(text)))
+    report: Report = check_bundle(bundle_path, checkpoint_path, suite=suite, on_progress=on_progress, text=ids, find_layer=bisect)
     return report
+
+
+def _ids_of_text(bundle_path: str | Path, text: Path) -> list[int]:
+    content = read_beginning(text)
+    tokenizer = load_tokenizer(open_bundle(bundle_path))
+    if tokenizer is None:
+        raise InputError(
+            f"{bundle_path} has no tokenizer.json, so that {text} cannot become ids.",
+            "Leave --text out, or export a checkpoint that has a tokenizer.",
+        )
+    return tokenizer.encode(content)
 
 
 def build_engine(bundle_path: str | Path, **options: Any) -> Any:

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one command; returns the exit code (docs/exit-codes.md lists them)."""
+    """Runs one command; returns the exit code (docs/ci.md lists them)."""
     debug = "--debug" in arguments[:1]
     signal.signal(signal.SIGTERM, _terminate)
     try:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tformer_deploy.bundle.manifest import WEIGHTS, TensorRecord
 from tformer_deploy.bundle.signature import OPSET, Phase, graph_inputs, graph_outputs
+from tformer_deploy.exporters.onnx.marks import MARKS, mark_blocks, name_marked_values
 from tformer_deploy.exporters.onnx.translation import TRANSLATION
 from tformer_deploy.reference.decoder import Decoder
 
@@ -64,7 +65,9 @@ def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[s
         An optimised model whose bytes depend on the arguments and the libraries' versions only.
     """
     with torch.device("meta"):
-        model = _Phase(Decoder(config), phase).eval().to("meta", TORCH_DTYPES[dtype])
+        decoder = Decoder(config)
+        mark_blocks(decoder)
+        model = _Phase(decoder, phase).eval().to("meta", TORCH_DTYPES[dtype])
         inputs = graph_inputs(config, dtype, phase)
         example = tuple(
             torch.zeros([_EXAMPLE[d] if isinstance(d, str) else d for d in i.dims], dtype=TORCH_DTYPES[i.dtype]) for i in inputs
@@ -79,7 +82,7 @@ def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[s
             opset_version=OPSET,
             optimize=False,
             verbose=False,
-            custom_translation_table=TRANSLATION,
+            custom_translation_table=TRANSLATION | MARKS,
             dynamic_shapes={"inputs": dynamic},
             input_names=[i.name for i in inputs],
             output_names=[o.name for o in graph_outputs(config, dtype)],
@@ -90,6 +93,7 @@ def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[s
     # It warns about every weight that it cannot read, which is what we want of it.
     logging.getLogger("onnx_ir.passes.common.initializer_deduplication").setLevel(logging.ERROR)
     onnxscript.optimizer.optimize_ir(traced, input_size_limit=_FOLD_BYTES, output_size_limit=_FOLD_BYTES)
+    name_marked_values(traced)
     _point_into_weights(traced, weights)
     _declare_signature(traced, config, dtype, phase)
     _strip(traced, phase, build_id)

@@ -16,10 +16,11 @@ from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.onnx import export_bundle
 from tformer_deploy.parameters import constant_shapes
 from tformer_deploy.parity import judge_again, own_lines
+from tformer_deploy.parity.candidate import Candidate
+from tformer_deploy.parity.comparisons import compare
 from tformer_deploy.parity.metrics import margin_of
 from tformer_deploy.parity.oracle import Oracle
 from tformer_deploy.parity.plan import Plan, make_plan
-from tformer_deploy.parity.suite import Comparison
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,7 +111,7 @@ def _compare(bundle: Bundle, derived: Bundle, dtype: DType) -> tuple[list[Check]
     oracle = ask_session(open_session(bundle, backend="onnxruntime"), plan)
     gc.collect()
     backend = open_session(derived, backend="onnxruntime").backend
-    checks, notes = Comparison(backend, dtype, plan, oracle).all(), backend.notes
+    checks, notes = list(compare(Candidate(backend, dtype, plan, oracle), "quick")), backend.notes
     if any(c.verdict == "red" for c in checks):
         lines, note = own_lines(bundle_backend(bundle).decoder, dtype, plan, oracle)
         if note:

@@ -32,7 +32,12 @@ _FLOOR = (1, 25)  # the first release whose CPU provider has TensorScatter
 _ERRORS_ONLY = 3
 
 
-def _import() -> Any:
+def import_runtime() -> Any:
+    """The package onnxruntime.
+
+    Raises:
+        CapabilityError: It is not here, or too old.
+    """
     try:
         import onnxruntime
     except ImportError as e:
@@ -53,7 +58,7 @@ class OnnxRuntimeCache:
     def __init__(self, arrays: list[NDArray[Any]]) -> None:
         self.arrays = arrays
         self.batch, self.capacity = arrays[0].shape[0], arrays[0].shape[2]
-        runtime = _import()
+        runtime = import_runtime()
         self.values = [runtime.OrtValue.ortvalue_from_numpy(a) for a in arrays]
 
     def read(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -80,18 +85,24 @@ class OnnxRuntimeCache:
 
 
 class OnnxRuntimeBackend:
-    """The two graphs of a bundle; each is loaded when it is first needed."""
+    """The two graphs of a bundle; each is loaded when it is first needed.
+
+    Args:
+        bundle: Where they are.
+        threads: Of the runtime; its default where None.
+        optimised: False runs the graphs as they are written, node by node, to compare with.
+    """
 
     name = "onnxruntime"
 
-    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
-        self._runtime = _import()
+    def __init__(self, bundle: Bundle, threads: int | None = None, optimised: bool = True) -> None:
+        self._runtime = import_runtime()
         manifest = bundle.manifest
         self.config, self.max_length = manifest.config, manifest.max_length
         self.max_batch: int | None = None
         self.dtype: DType = manifest.dtype
         self.notes: tuple[str, ...] = ()
-        self._threads, self._sessions = threads, dict[Phase, Any]()
+        self._threads, self._optimised, self._sessions = threads, optimised, dict[Phase, Any]()
         self._folder = bundle.path
         if manifest.dtype == "bf16":
             from tformer_deploy.backends.bf16 import write_fp32_graphs
@@ -156,6 +167,8 @@ class OnnxRuntimeBackend:
             options.log_severity_level = _ERRORS_ONLY
             if self._threads is not None:
                 options.intra_op_num_threads = self._threads
+            if not self._optimised:
+                options.graph_optimization_level = self._runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
             path = self._folder / f"{phase}.onnx"
             try:
                 self._sessions[phase] = self._runtime.InferenceSession(str(path), options, providers=[PROVIDER])

@@ -11,6 +11,8 @@ Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 OPSET = 24
 INPUT_IDS, PAST_LENGTHS, LOGIT_POSITIONS, LOGITS = "input_ids", "past_lengths", "logit_positions", "logits"
+# Values inside a graph that have fixed names, so that a check can look at them; an edited graph may have lost them.
+BLOCKS_INPUT, ATTENTION_OUTPUT, BLOCK_OUTPUT = "blocks.input", "blocks.{layer}.attention.output", "blocks.{layer}.output"
 ONNX_DTYPES: dict[str, str] = {"fp32": "FLOAT", "fp16": "FLOAT16", "bf16": "BFLOAT16", "int64": "INT64"}
 
 

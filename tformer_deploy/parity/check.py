@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 import gc
+import platform
 import resource
 import sys
-from dataclasses import replace
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from tformer_deploy.backends import open_session
-from tformer_deploy.backends.torch import TorchBackend, bundle_backend
+from tformer_deploy.backends.onnxruntime import OnnxRuntimeBackend
+from tformer_deploy.backends.torch import bundle_backend
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.checkpoints import Checkpoint, open_checkpoint
-from tformer_deploy.errors import InputError
-from tformer_deploy.parity.gates import GATES, Check, Gates, judge
-from tformer_deploy.parity.metrics import compare_logits, max_abs
-from tformer_deploy.parity.oracle import ask, exact
+from tformer_deploy.errors import InputError, ResourceError, TformerError
+from tformer_deploy.parity.bisect import bisect
+from tformer_deploy.parity.candidate import Candidate
+from tformer_deploy.parity.comparisons import compare
+from tformer_deploy.parity.comparisons.levels import levels, trace
+from tformer_deploy.parity.gates import Check, judge
+from tformer_deploy.parity.lines import judge_again, own_lines
+from tformer_deploy.parity.oracle import ask
 from tformer_deploy.parity.plan import Plan, Suite, make_plan
+from tformer_deploy.parity.profile import Profile
 from tformer_deploy.parity.report import Report
-from tformer_deploy.parity.suite import Comparison
+from tformer_deploy.parity.text import cut
 from tformer_deploy.parity.weights import compare_weights
 from tformer_deploy.reference import Decoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from tformer_deploy.config import DType, ModelConfig
+    from tformer_deploy.config import ModelConfig
+    from tformer_deploy.parity.bisection import Bisection
     from tformer_deploy.parity.oracle import Oracle
 
-# What float32 itself may be away from float64, times this, is the line of a deep or hot model.
-_HOT = 4.0
-# What PyTorch's own half precision is away from its float32, times this, is the line of such a model in that dtype.
-_HALF = 2.0
+_VERSIONED = ("tformer-deploy", "torch", "onnx", "onnxruntime", "numpy")
+
+
+@dataclass
+class _Values:
+    """What comparing values gives."""
+
+    checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    profile: Profile = field(default_factory=Profile)
+    bisection: Bisection | None = None
 
 
 def check_bundle(
@@ -42,6 +58,8 @@ def check_bundle(
     checkpoint_path: str | Path | None,
     suite: Suite = "quick",
     on_progress: Callable[[str], None] = lambda _: None,
+    text: tuple[str, Sequence[int]] | None = None,
+    find_layer: bool = False,
 ) -> Report:
     """Compares every tensor exactly, then values on ONNX Runtime against the PyTorch reference.
 
@@ -51,23 +69,34 @@ def check_bundle(
             verdict is "self-consistent only".
         suite: ``quick`` or ``full``.
         on_progress: Called with a few words at the start of each part.
+        text: Name and ids of a text of which perplexity is compared too.
+        find_layer: Look for the first layer in which a graph and the reference part.
 
     Raises:
-        InputError: The bundle or the checkpoint cannot be read.
+        InputError: The bundle or the checkpoint cannot be read, or an id of ``text`` is not in the vocabulary.
+        ResourceError: Memory ran out.
     """
+    started = time.monotonic()
     bundle = open_bundle(bundle_path)
+    config = bundle.manifest.config
     # A checkpoint that bounds no length was exported with one, which stands in here too.
-    length = bundle.manifest.config.max_length
-    checkpoint = None if checkpoint_path is None else open_checkpoint(checkpoint_path, length)
+    checkpoint = None if checkpoint_path is None else open_checkpoint(checkpoint_path, config.max_length)
+    length = bundle.manifest.max_length
+    plan = make_plan(config, length, suite, None if text is None else cut(*text, config, length))
     checks: list[Check] = []
     notes: list[str] = []
     if checkpoint is not None:
         on_progress("weights")
         checks += compare_weights(bundle, checkpoint)
         notes += _source_notes(bundle, checkpoint)
-    if checkpoint is None or _same_shape(bundle.manifest.config, checkpoint.config):
-        found, said = _compare_values(bundle, checkpoint, suite, on_progress)
-        checks, notes = checks + found, notes + said
+    values = _Values()
+    if checkpoint is None or _same_shape(config, checkpoint.config):
+        values = _compare_values(bundle, checkpoint, plan, suite, on_progress)
+        if find_layer:
+            on_progress("bisect")
+            values.bisection = bisect(bundle, lambda: _reference(bundle, checkpoint), plan)
+            notes_of_bisection = values.bisection.sentences(any(c.verdict == "red" for c in values.checks))
+            values.notes += notes_of_bisection
     else:
         notes.append("The checkpoint is of another shape, so that no values could be compared.")
     return Report(
@@ -76,148 +105,78 @@ def check_bundle(
         dtype=bundle.manifest.dtype,
         suite=suite,
         against="its own weights" if checkpoint is None else checkpoint.name,
-        checks=tuple(checks),
-        notes=tuple(notes),
+        checks=(*checks, *values.checks),
+        notes=(*notes, *values.notes),
         complete=checkpoint is not None,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
+        seconds=time.monotonic() - started,
+        versions={name: version(name) for name in _VERSIONED} | {"python": platform.python_version()},
+        profile=values.profile,
+        bisection=values.bisection,
     )
 
 
 def _compare_values(
-    bundle: Bundle, checkpoint: Checkpoint | None, suite: Suite, on_progress: Callable[[str], None]
-) -> tuple[list[Check], list[str]]:
+    bundle: Bundle, checkpoint: Checkpoint | None, plan: Plan, suite: Suite, on_progress: Callable[[str], None]
+) -> _Values:
     """Values on ONNX Runtime against the PyTorch reference, and what a reader must know about them."""
-    plan, dtype = make_plan(bundle.manifest.config, bundle.manifest.max_length, suite), bundle.manifest.dtype
+    values = _Values()
     on_progress("PyTorch reference")
     # A config that differs is red already; the checkpoint's own decides what is right.
-    oracle = ask(_reference(bundle, checkpoint), plan)
+    oracle = _ask(_reference(bundle, checkpoint), plan)
+    if isinstance(oracle, str):
+        values.checks.append(judge("PyTorch reference", "ran to the end", 0, 1, "==", oracle))
+        return values
+    values.checks.append(judge("PyTorch reference", "values not finite", oracle.not_finite, 0, "=="))
     gc.collect()
     on_progress("ONNX Runtime")
-    backend = open_session(bundle, backend="onnxruntime").backend
-    notes = list(backend.notes)
-    found = _compare(Comparison(backend, dtype, plan, oracle), on_progress)
-    del backend  # its memory goes before the reference comes back
-    gc.collect()
-    if any(c.verdict == "red" for c in found):
+    _run(bundle, plan, oracle, suite, values, on_progress)
+    gc.collect()  # the runtime's memory goes before the reference comes back
+    if any(c.verdict == "red" for c in values.checks):
         on_progress("PyTorch's own rounding")
-        lines, note = own_lines(_reference(bundle, checkpoint), dtype, plan, oracle)
+        lines, note = own_lines(_reference(bundle, checkpoint), bundle.manifest.dtype, plan, oracle)
         if note:
-            notes.append(note)
-            found = judge_again(found, lines)
-    return found, notes
+            values.notes.append(note)
+            values.checks = judge_again(values.checks, lines)
+    return values
+
+
+def _ask(reference: Decoder, plan: Plan) -> Oracle | str:
+    """The reference's answers, or why it has none: an oracle that fails proves nothing."""
+    try:
+        return ask(reference, plan)
+    except (TformerError, MemoryError):
+        raise
+    except Exception as e:
+        reason = f"{type(e).__name__}: {e}"[:500]
+        if "alloc" in reason:
+            raise ResourceError(f"PyTorch ran out of memory: {reason}", "Use a machine with more memory.") from e
+        return reason
+
+
+def _run(bundle: Bundle, plan: Plan, oracle: Oracle, suite: Suite, values: _Values, on_progress: Callable[[str], None]) -> None:
+    """Every comparison; a graph that the runtime refuses or cannot run is as red as a wrong value."""
+    dtype = bundle.manifest.dtype
+    try:
+        candidate = Candidate(OnnxRuntimeBackend(bundle), dtype, plan, oracle)
+        values.notes += candidate.backend.notes
+        values.profile = candidate.profile
+        values.checks += compare(candidate, suite, on_progress)
+        if suite == "full":
+            on_progress("optimisation levels")
+            deployed = trace(candidate)
+            del candidate  # one runtime in memory at a time
+            gc.collect()
+            plain = Candidate(OnnxRuntimeBackend(bundle, optimised=False), dtype, plan, oracle)
+            values.checks += levels(plain, deployed)
+    except InputError as e:  # the runtime's own error in the product's words; running out of memory is another one
+        values.checks.append(judge("graphs", "ran to the end", 0, 1, "==", str(e)[:500]))
 
 
 def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:
     """Whether the rows and caches of one fit the other."""
     shapes = [(c.vocab_size, c.n_layers, c.n_kv_heads, c.head_dim, c.max_length) for c in (a, b)]
     return shapes[0] == shapes[1]
-
-
-def _compare(comparison: Comparison, on_progress: Callable[[str], None]) -> list[Check]:
-    """Every comparison; a graph that the runtime refuses or cannot run is as red as a wrong value."""
-    try:
-        return comparison.all(on_progress)
-    except InputError as e:  # the runtime's own error in the product's words; running out of memory is another one
-        return [judge("graphs", "ran to the end", 0, 1, "==", str(e)[:500])]
-
-
-def own_lines(decoder: Decoder, dtype: DType, plan: Plan, oracle: Oracle) -> tuple[Gates, str]:
-    """The lines of a model that amplifies rounding, from what PyTorch's own rounding in that dtype does to it.
-
-    Args:
-        decoder: The reference in float32; it is converted.
-        dtype: The bundle's dtype.
-        plan: The rows.
-        oracle: The float32 reference's answers to them.
-
-    Returns:
-        The lines, and a sentence that prints them; the sentence is empty where the plain gates stand.
-    """
-    return hot_lines(decoder, plan, oracle) if dtype == "fp32" else half_lines(decoder, dtype, plan, oracle)
-
-
-def judge_again(checks: list[Check], lines: Gates) -> list[Check]:
-    """The red checks under the lines of a model that amplifies rounding; a green one keeps its plain gate."""
-    found = []
-    for check in checks:
-        line = _line_of(check)
-        if check.verdict == "red" and line is not None:
-            check = judge(check.group, check.metric, check.value, getattr(lines, line), check.relation, check.detail)
-        found.append(check)
-    return found
-
-
-def _line_of(check: Check) -> str | None:
-    """The line that may be wider for a check; None for one whose gate never is."""
-    return _LINES.get(check.group, {}).get(check.metric)
-
-
-def half_lines(decoder: Decoder, dtype: DType, plan: Plan, oracle: Oracle) -> tuple[Gates, str]:
-    """fp16 and bf16 lines: twice the error that PyTorch itself makes in that dtype against its float32.
-
-    Logits of size 16 to 32 are 0.016 apart in fp16, so that two correct ways to one logit differ by more than the plain
-    line of a step.
-    """
-    plain = GATES[dtype]
-    candidate = TorchBackend(decoder.to(torch.float16 if dtype == "fp16" else torch.bfloat16))
-    own: dict[str, float] = {}
-    comparison = Comparison(candidate, dtype, plan, oracle)
-    for check in (*comparison.batch(), *comparison.alone(), *comparison.one_more()):
-        line = _line_of(check)
-        if line is not None:
-            own[line] = max(own.get(line, 0.0), check.value)
-    lines = replace(plain, **{name: max(getattr(plain, name), _HALF * value) for name, value in own.items()})
-    if lines == plain:
-        return plain, ""
-    wider = ", ".join(f"{name} {getattr(lines, name):.2g}" for name in sorted(own) if getattr(lines, name) > getattr(plain, name))
-    return lines, (
-        f"This model amplifies {dtype} rounding: a line is {_HALF:g} × what PyTorch's own {dtype} is away from its float32 "
-        f"where a plain one does not hold ({wider})."
-    )
-
-
-# Metric → line, of logits against the oracle, of cache rows, and of two ways to the same logits. Nothing else has one.
-_OF_LOGITS = {"max abs": "max_abs", "relative L2, p95": "rel_l2_p95", "mean KL": "mean_kl"}
-_OF_CACHES = dict.fromkeys(("max abs", "max abs, relative above 1"), "cache_rows")
-_OF_TWO_WAYS = dict.fromkeys(("max abs", "prefill: max abs", "decode: max abs"), "step")
-_LINES = {
-    "prefill, ragged batch": _OF_LOGITS,
-    "decode, teacher-forced": _OF_LOGITS,
-    "decode, several tokens at once": _OF_LOGITS,
-    "prefill caches": _OF_CACHES,
-    "decode caches": _OF_CACHES,
-    "several-token caches": _OF_CACHES,
-    "each row alone": _OF_TWO_WAYS,
-    "prefill n+1 against prefill n, decode 1": _OF_TWO_WAYS,
-}
-
-
-def hot_lines(decoder: Decoder, plan: Plan, oracle: Oracle) -> tuple[Gates, str]:
-    """fp32 lines of a deep or hot model: 4 × the error that PyTorch's own float32 has against float64.
-
-    Returns:
-        The lines, and a sentence that prints them; the sentence is empty where nothing is wider than the plain gates.
-    """
-    plain = GATES["fp32"]
-    exact_logits, exact_caches = exact(decoder, plan)
-    own = compare_logits(exact_logits, oracle.logits, plain.margin)
-    pairs = [pair for e, o in zip(exact_caches, oracle.caches, strict=True) for pair in zip(e, o, strict=True)]
-    own_cache = max(max_abs(e[kind], o[kind]) for e, o in pairs for kind in (0, 1))
-    lines = replace(
-        plain,
-        max_abs=max(plain.max_abs, _HOT * own.max_abs),
-        rel_l2_p95=max(plain.rel_l2_p95, _HOT * own.rel_l2_p95),
-        mean_kl=max(plain.mean_kl, _HOT * own.mean_kl),
-        cache_rows=max(plain.cache_rows, _HOT * own_cache),
-        step=max(plain.step, _HOT * own.max_abs),
-    )
-    if lines == plain:
-        return plain, ""
-    return lines, (
-        f"This model amplifies rounding: PyTorch's own float32 is {own.max_abs:.2g} (max abs), {own.rel_l2_p95:.2g} "
-        f"(relative L2), {own.mean_kl:.2g} (KL) and {own_cache:.2g} (cache rows) away from float64; a line is {_HOT:g} × that "
-        "where a plain one does not hold."
-    )
 
 
 def _reference(bundle: Bundle, checkpoint: Checkpoint | None) -> Decoder:

@@ -22,6 +22,8 @@ class Gates:
         cache_rows: Largest difference of a cached key or value.
         step: Largest difference between two ways to the same logits: n+1 prefilled or n prefilled and 1 decoded, a
             row in a batch or alone.
+        perplexity: Largest distance from 1 of the ratio of two perplexities, to either side: a graph that sees the
+            future is better than the reference.
     """
 
     max_abs: float
@@ -33,12 +35,13 @@ class Gates:
     greedy_exact: bool
     cache_rows: float
     step: float
+    perplexity: float
 
 
 GATES: dict[DType, Gates] = {
-    "fp32": Gates(1e-3, 1e-5, 0.99999, 0.1, 1.0, 1e-7, True, 1e-4, 1e-4),
-    "fp16": Gates(0.12, 0.01, 0.999, 0.1, 0.99, 5e-4, False, 1e-2, 1e-2),
-    "bf16": Gates(0.5, 0.05, 0.99, 0.5, 0.99, 5e-3, False, 1.6e-2, 2e-2),
+    "fp32": Gates(1e-3, 1e-5, 0.99999, 0.1, 1.0, 1e-7, True, 1e-4, 1e-4, 1e-5),
+    "fp16": Gates(0.12, 0.01, 0.999, 0.1, 0.99, 5e-4, False, 1e-2, 1e-2, 1e-3),
+    "bf16": Gates(0.5, 0.05, 0.99, 0.5, 0.99, 5e-3, False, 1.6e-2, 2e-2, 5e-3),
 }
 # A reference margin under which two fp32 runs may pick either token: reported, not red.
 NEAR_TIE = 1e-4

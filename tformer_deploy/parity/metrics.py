@@ -36,6 +36,10 @@ class LogitMetrics:
     top1_positions: int
 
 
+# Columns of a table of :func:`measure`.
+MAX_ABS, RELATIVE, COSINE, KL, SAME_BEST, MARGIN = range(6)
+
+
 def compare_logits(wanted: Sequence[NDArray[np.float32]], found: Sequence[NDArray[np.float32]], margin: float) -> LogitMetrics:
     """Compares pairs of [N_i, V] arrays position by position.
 
@@ -44,23 +48,30 @@ def compare_logits(wanted: Sequence[NDArray[np.float32]], found: Sequence[NDArra
         found: The candidate's, of the same shapes.
         margin: Distance of the reference's two best logits from which the argmax must agree.
     """
-    columns: list[NDArray[np.float64]] = []
-    for want, have in zip(wanted, found, strict=True):
-        assert want.shape == have.shape, (want.shape, have.shape)
-        columns += [_position(w, h) for w, h in zip(want, have, strict=True)]
-    if not columns:
+    return summarise([measure(want, have) for want, have in zip(wanted, found, strict=True)], margin)
+
+
+def measure(want: NDArray[np.float32], have: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Figures of each position of two [N, V] arrays: [N, 6], the columns named above; NaN where a logit is not finite."""
+    assert want.shape == have.shape, (want.shape, have.shape)
+    return np.array([_position(w, h) for w, h in zip(want, have, strict=True)], dtype=np.float64).reshape(-1, 6)
+
+
+def summarise(tables: Sequence[NDArray[np.float64]], margin: float) -> LogitMetrics:
+    """The metrics over all positions of some tables."""
+    table = np.concatenate([np.empty((0, 6)), *tables])
+    if not len(table):
         nan = float("nan")
         return LogitMetrics(0, nan, nan, nan, nan, nan, 0)
-    table = np.stack(columns)
     with np.errstate(invalid="ignore"):
-        clear = table[:, 5] >= margin
+        clear = table[:, MARGIN] >= margin
         return LogitMetrics(
             positions=len(table),
-            max_abs=float(table[:, 0].max()),
-            rel_l2_p95=float(np.percentile(table[:, 1], 95)),
-            cosine_p5=float(np.percentile(table[:, 2], 5)),
-            mean_kl=float(table[:, 3].mean()),
-            top1_agreement=float(table[clear, 4].mean()) if clear.any() else float("nan"),
+            max_abs=float(table[:, MAX_ABS].max()),
+            rel_l2_p95=float(np.percentile(table[:, RELATIVE], 95)),
+            cosine_p5=float(np.percentile(table[:, COSINE], 5)),
+            mean_kl=float(table[:, KL].mean()),
+            top1_agreement=float(table[clear, SAME_BEST].mean()) if clear.any() else float("nan"),
             top1_positions=int(clear.sum()),
         )
 
@@ -95,6 +106,17 @@ def max_abs(wanted: NDArray[np.float32], found: NDArray[np.float32]) -> float:
     with np.errstate(invalid="ignore"):  # inf - inf is NaN, as it should be
         difference = np.abs(wanted.astype(np.float64) - found.astype(np.float64)).max()
     return float(difference) if np.isfinite(difference) else float("nan")
+
+
+def negative_log_likelihood(logits: NDArray[np.float32], ids: Sequence[int]) -> NDArray[np.float64]:
+    """-log of the probability that each row of [N, V] gives to the id that came, [N] nats; NaN where a logit is not finite."""
+    with np.errstate(invalid="ignore"):
+        return np.array([-_log_softmax(row.astype(np.float64))[i] for row, i in zip(logits, ids, strict=True)], dtype=np.float64)
+
+
+def worse(a: float, b: float) -> float:
+    """The larger one; NaN wins, because Python's max may lose it."""
+    return float("nan") if np.isnan(a) or np.isnan(b) else max(a, b)
 
 
 def margin_of(logits: NDArray[np.float32]) -> float:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from tformer_deploy.parity.metrics import margin_of
+from tformer_deploy.parity.metrics import margin_of, negative_log_likelihood
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from tformer_deploy.parity.plan import Plan
@@ -25,11 +25,22 @@ class Oracle:
         logits: For each row [n + steps, V], from one full forward pass without a cache, the row alone.
         caches: For each row and layer, key and value [K, n + steps, D] float32.
         greedy: For each of the first two prompts, the greedy tokens and the margin of each.
+        edges: For each row at a capacity's edge [1 + steps, V], from the prompt's last position on.
+        text: For each window of the text, -log p of every id but the first, float64.
     """
 
     logits: list[NDArray[np.float32]]
     caches: list[list[tuple[NDArray[np.float32], NDArray[np.float32]]]]
     greedy: list[list[tuple[int, float]]]
+    edges: list[NDArray[np.float32]] = field(default_factory=list)
+    text: list[NDArray[np.float64]] = field(default_factory=list)
+
+    @property
+    def not_finite(self) -> int:
+        """Values among them that are no finite number."""
+        arrays: list[NDArray[Any]] = [*self.logits, *self.edges, *self.text]
+        arrays += [array for row in self.caches for layer in row for array in layer]
+        return sum(int(array.size - np.isfinite(array).sum()) for array in arrays)
 
 
 @torch.inference_mode()
@@ -39,9 +50,12 @@ def ask(decoder: Decoder, plan: Plan) -> Oracle:
     for row in plan.rows:
         ids = torch.tensor([row])
         logits.append(decoder(ids)[0].float().numpy())
-        caches.append(_row_cache(decoder, ids))
+        caches.append(row_cache(decoder, ids))
     greedy = [_greedy(decoder, row[:n], plan.greedy) for row, n in zip(plan.rows[:2], plan.lengths[:2], strict=True)]
-    return Oracle(logits, caches, greedy)
+    edges = [decoder(torch.tensor([row.ids]))[0, row.prompt - 1 :].float().numpy().copy() for row in plan.edges]
+    windows = () if plan.text is None else plan.text.windows
+    text = [negative_log_likelihood(decoder(torch.tensor([w[:-1]]))[0].float().numpy(), w[1:]) for w in windows]
+    return Oracle(logits, caches, greedy, edges, text)
 
 
 @torch.inference_mode()
@@ -56,10 +70,11 @@ def exact(
     """
     double = decoder.double()
     rows = [torch.tensor([row]) for row in plan.rows]
-    return [double(ids)[0].float().numpy() for ids in rows], [_row_cache(double, ids) for ids in rows]
+    return [double(ids)[0].float().numpy() for ids in rows], [row_cache(double, ids) for ids in rows]
 
 
-def _row_cache(decoder: Decoder, ids: torch.Tensor) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+def row_cache(decoder: Decoder, ids: torch.Tensor) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """Key and value [K, S, D] of each layer for one row [1, S]."""
     config, weight = decoder.config, decoder.embedding.weight
     shape = (1, config.n_kv_heads, ids.shape[1], config.head_dim)
     past = [torch.zeros(shape, dtype=weight.dtype) for _ in range(2 * config.n_layers)]
