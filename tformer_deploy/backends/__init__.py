@@ -9,6 +9,7 @@ from tformer_deploy.errors import CapabilityError, UsageError
 
 if TYPE_CHECKING:
     from tformer_deploy.backends.base import Backend
+    from tformer_deploy.backends.cpu.opening import Profile
     from tformer_deploy.bundle import Bundle
 
 BACKENDS = ("onnxruntime", "torch", "tensorrt")
@@ -16,17 +17,19 @@ BACKENDS = ("onnxruntime", "torch", "tensorrt")
 __all__ = ["BACKENDS", "Session", "open_backend", "open_session"]
 
 
-def open_backend(bundle: Bundle, backend: str = "onnxruntime", threads: int | None = None) -> Backend:
+def open_backend(bundle: Bundle, backend: str = "onnxruntime", threads: int | None = None, profile: Profile = "auto") -> Backend:
     """The backend of that name over a bundle; its libraries are imported only now.
+
+    ``profile`` chooses between the portable graphs and those derived for this CPU (onnxruntime alone; see ``cpu.opening``).
 
     Raises:
         UsageError: No backend has that name.
         CapabilityError: The backend's package or device is not here.
     """
     if backend == "onnxruntime":
-        from tformer_deploy.backends.onnxruntime import OnnxRuntimeBackend
+        from tformer_deploy.backends.cpu.opening import open_cpu
 
-        return OnnxRuntimeBackend(bundle, threads=threads)
+        return open_cpu(bundle, threads, profile)
     if backend == "torch":
         try:
             import torch
@@ -47,6 +50,6 @@ def open_backend(bundle: Bundle, backend: str = "onnxruntime", threads: int | No
     raise UsageError(f"There is no backend {backend!r}; expected one of {', '.join(BACKENDS)}.")
 
 
-def open_session(bundle: Bundle, backend: str = "onnxruntime", threads: int | None = None) -> Session:
+def open_session(bundle: Bundle, backend: str = "onnxruntime", threads: int | None = None, profile: Profile = "auto") -> Session:
     """A session over a bundle; see :func:`open_backend`."""
-    return Session(open_backend(bundle, backend, threads))
+    return Session(open_backend(bundle, backend, threads, profile))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tformer_deploy.backends.cpu.packed import free_space, room_needed, save_packed, share_weights
 from tformer_deploy.backends.cpu.rewrites import fold_grouped_heads, use_group_query_attention
-from tformer_deploy.backends.onnxruntime import import_runtime
+from tformer_deploy.backends.graph import import_runtime
 from tformer_deploy.bundle.manifest import FileRecord
 from tformer_deploy.bundle.verify import cache_folder, hash_file, read_plain_file, verify_file
 from tformer_deploy.bundle.writer import new_folder, write_file

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tformer_deploy.backends.onnxruntime import PROVIDER, import_runtime
+from tformer_deploy.backends.graph import PROVIDER, import_runtime
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +85,9 @@ def _point_at(tensor: Any, source: Any, here: Any, there: Any) -> bool:
             if mine.count("|") != other.count("|") or not all(_same(a, b, here, there) for a, b in pairs):
                 return False
             entry.value = f"{name}|{other}"
-    pieces = [_Piece(int(values["offset"]), int(values["length"])) for values in ({k: e.value for k, e in entries.items()}, wanted)]
+    pieces = [
+        _Piece(int(values["offset"]), int(values["length"])) for values in ({k: e.value for k, e in entries.items()}, wanted)
+    ]
     if not _same(pieces[0], pieces[1], here, there):
         return False
     entries["location"].value, entries["offset"].value = wanted["location"], wanted["offset"]
