@@ -37,6 +37,7 @@ from tformer_deploy.reference import Decoder
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tformer_deploy.backends.cpu.opening import ProfileName
     from tformer_deploy.config import ModelConfig
     from tformer_deploy.parity.bisection import Bisection
     from tformer_deploy.parity.oracle import Oracle
