@@ -30,7 +30,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 @generation_options
 def command(
     bundle: Path, prompt: str, chat: bool, as_json: bool, max_new_tokens: int, temperature: float, top_k: int, top_p: float,
-    min_p: float, repetition_penalty: float, seed: int, stop: tuple[str, ...], backend: str, profile: ProfileName, threads: int | None,
+    min_p: float, repetition_penalty: float, seed: int, prompt_lookup: int, stop: tuple[str, ...], backend: str, profile: ProfileName, threads: int | None,
 ) -> None:  # fmt: skip
     """Complete PROMPT and stream the text to stdout."""
     if hasattr(sys.stdout, "reconfigure"):
@@ -45,7 +45,7 @@ def command(
     session = open_session(opened, backend=backend, threads=threads, profile=profile)
     for note in session.backend.notes:
         click.echo(f"Note: {note}", err=True)
-    generator = Generator(session, tokenizer, opened.manifest.eos_token_ids)
+    generator = Generator(session, tokenizer, opened.manifest.eos_token_ids, prompt_lookup)
     completion = generator.stream(request, (lambda text: None) if as_json else _show)
     if as_json:
         result = {

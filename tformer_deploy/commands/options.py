@@ -26,6 +26,13 @@ _OPTIONS = [
         "--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: ids of the row are less likely."
     ),
     click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Of the random numbers."),
+    click.option(
+        "--prompt-lookup",
+        type=click.IntRange(0, 64),
+        default=0,
+        show_default=True,
+        help="Guess this many tokens a step from the row itself; the completion is the same.",
+    ),
     click.option("--stop", multiple=True, help="Text that ends a completion; repeatable."),
     click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True),
     click.option(
