@@ -23,7 +23,7 @@ from tformer_deploy.parity import check_bundle
 from tformer_deploy.parity.candidate import Candidate
 from tformer_deploy.parity.comparisons import compare
 from tformer_deploy.parity.comparisons.edges import edges
-from tformer_deploy.parity.comparisons.greedy import _judge as judge_tokens
+from tformer_deploy.parity.comparisons.greedy import judge_tokens
 from tformer_deploy.parity.comparisons.levels import levels, trace
 from tformer_deploy.parity.comparisons.slots import reused
 from tformer_deploy.parity.comparisons.two_ways import two_turns

@@ -39,6 +39,7 @@ def export(
     check: bool = True,
     force: bool = False,
     on_progress: Callable[[str], None] | None = None,
+    on_warning: Callable[[str], None] | None = None,
 ) -> Path:
     """Exports a model to a bundle and checks it against PyTorch before the bundle appears.
 
@@ -50,6 +51,7 @@ def export(
         check: Run the quick parity suite in a child process of its own.
         force: Replace an existing bundle.
         on_progress: Called with a few words at the start of each part.
+        on_warning: Called, when all went well, with each thing that is odd about the checkpoint but not refused.
 
     Raises:
         InputError: The checkpoint is damaged or not supported.
@@ -60,14 +62,22 @@ def export(
             path = Path(folder) / "decoder"
             decoder_or_path.save_pretrained(path)
             return export(
-                path, bundle_path, dtype=dtype, max_length=max_length, check=check, force=force, on_progress=on_progress
-            )
-    exporter, checkpoints = load("tformer_deploy.exporters.onnx", "export"), load("tformer_deploy.checkpoints", "export")
-    checkpoint = checkpoints.open_checkpoint(decoder_or_path, max_length)
+                path, bundle_path, dtype=dtype, max_length=max_length, check=check, force=force, on_progress=on_progress,
+                on_warning=on_warning,
+            )  # fmt: skip
+    checkpoint = load("tformer_deploy.checkpoints", "export").open_checkpoint(decoder_or_path, max_length)
+    load_tokenizer(checkpoint)  # refuses one that no run could load
+    exporter = load("tformer_deploy.exporters.onnx", "export")  # after it: a bad checkpoint is refused before torch is loaded
+    stored = sorted({spec.dtype for spec in checkpoint.tensors.values()} - {dtype})
+    if stored and on_progress is not None:
+        on_progress(f"the checkpoint stores {' and '.join(stored)}; the bundle holds every weight in {dtype}")
     verify = (lambda folder: check_in_child(folder, Path(decoder_or_path))) if check else None
     written: Path = exporter.export_bundle(
         checkpoint, bundle_path, dtype=dtype, max_length=max_length, force=force, verify=verify, on_progress=on_progress
     )
+    if on_warning is not None:
+        for warning in checkpoint.warnings:
+            on_warning(warning)
     return written
 
 

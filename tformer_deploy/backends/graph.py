@@ -24,6 +24,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 PROVIDER = "CPUExecutionProvider"
 _FLOOR = (1, 25)  # the first release whose CPU provider has TensorScatter
 _ERRORS_ONLY = 3
+_HINT = "Export the bundle again, or look at it with `tformer-deploy check`."
 
 
 def import_runtime() -> Any:
@@ -126,8 +127,9 @@ class LoadedGraph:
         except Exception as e:
             reason = str(e).strip().splitlines()[0]
             if "alloc" in reason:
-                raise ResourceError(f"ONNX Runtime ran out of memory loading {path}: {reason}") from e
-            raise InputError(f"ONNX Runtime {self._runtime.__version__} cannot load {path}: {reason}") from e
+                hint = "Use a machine with more memory, or a smaller dtype."
+                raise ResourceError(f"ONNX Runtime ran out of memory loading {path}: {reason}", hint) from e
+            raise InputError(f"ONNX Runtime {self._runtime.__version__} cannot load {path}: {reason}", _HINT) from e
         self._past = cache_names(config.n_layers, "past_key_values")
         self._present = cache_names(config.n_layers, "present")
 
@@ -175,4 +177,4 @@ class LoadedGraph:
         place = f"{self.path.stem} of {shape[0]} rows, {shape[1]} tokens each, capacity {cache.capacity}"
         if "alloc" in reason or isinstance(error, MemoryError):
             return ResourceError(f"ONNX Runtime ran out of memory in {place}: {reason}", "Lower --max-batch or --max-length.")
-        return InputError(f"ONNX Runtime {self._runtime.__version__} failed in {place}: {reason}")
+        return InputError(f"ONNX Runtime {self._runtime.__version__} failed in {place}: {reason}", _HINT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tformer_deploy.bundle.manifest import MANIFEST, TensorRecord
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 from tformer_deploy.parameters import constant_shapes, parameter_shapes
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def check_tensor_table(config: ModelConfig, dtype: DType, tensors: dict[str, Ten
     if config.n_layers > len(tensors):  # a manifest may claim two thousand million of them
         raise InputError(f"{MANIFEST}: {len(tensors)} tensors are too few for {config.n_layers} layers.", _AGAIN)
     expected, single = expected_tensors(config), constant_shapes(config)
-    faults = [f"{name} is not of this model" for name in tensors if name not in expected]
+    faults = [f"{escaped(name)} is not of this model" for name in tensors if name not in expected]
     for name, shape in expected.items():
         record, want = tensors.get(name), "fp32" if name in single else dtype
         if record is None:

@@ -33,7 +33,10 @@ def command(
     def say(part: str) -> None:
         click.echo(f"[{time.perf_counter() - started:6.1f} s] {part}", err=True)
 
-    path = api.export(checkpoint, output, dtype=dtype, max_length=max_length, check=check, force=force, on_progress=say)
+    path = api.export(
+        checkpoint, output, dtype=dtype, max_length=max_length, check=check, force=force, on_progress=say,
+        on_warning=lambda text: click.echo(f"Warning: {text}", err=True),
+    )  # fmt: skip
     say("done")
     bundle = open_bundle(path)
     files = {name: record.size for name, record in sorted(bundle.manifest.files.items())}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import platform
 import resource
@@ -144,10 +146,10 @@ def _compare_values(
         values.checks.append(judge("PyTorch reference", "ran to the end", 0, 1, "==", oracle))
         return values
     values.checks.append(judge("PyTorch reference", "values not finite", oracle.not_finite, 0, "=="))
-    gc.collect()
+    _give_memory_back()
     on_progress("ONNX Runtime")
     _run(bundle, plan, oracle, suite, profile, values, on_progress)
-    gc.collect()  # the runtime's memory goes before the reference comes back
+    _give_memory_back()  # the runtime's memory goes before the reference comes back
     if any(c.verdict == "red" for c in values.checks):
         on_progress("PyTorch's own rounding")
         lines, note = own_lines(_reference(bundle, checkpoint), bundle.manifest.dtype, plan, oracle)
@@ -184,11 +186,18 @@ def _run(
             on_progress("optimisation levels")
             deployed = trace(candidate)
             del candidate  # one runtime in memory at a time
-            gc.collect()
+            _give_memory_back()
             plain = Candidate(OnnxRuntimeBackend(bundle, optimised=False), dtype, plan, oracle)
             values.checks += levels(plain, deployed)
     except InputError as e:  # the runtime's own error in the product's words; running out of memory is another one
         values.checks.append(judge("graphs", "ran to the end", 0, 1, "==", str(e)[:500]))
+
+
+def _give_memory_back() -> None:
+    """What was freed goes back to the system: the reference and the runtime are never wanted in memory together."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tformer_deploy.parity.gates import Check
 
 # Logits of one prefill call; with a large vocabulary the same batch is asked again for its other positions.
-_LOGIT_BYTES = 256 * 2**20
+_LOGIT_BYTES = 64 * 2**20
 
 
 def batch(candidate: Candidate) -> list[Check]:
