@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Verify = Literal["auto", "full"]
-BESIDE_THE_CORE = {"engines", "reports"}
+REPORTS = "reports"
+BESIDE_THE_CORE = {"engines", REPORTS}
 # Smaller files are hashed at every start: that costs less than remembering them.
 _REMEMBERED_FROM = 16 * 2**20
 # A file written to within one tick of the file system's clock keeps its times, so a fresh one is not remembered.

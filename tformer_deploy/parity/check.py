@@ -97,12 +97,7 @@ def check_bundle(
         notes += _source_notes(bundle, checkpoint)
     values = _Values()
     if checkpoint is None or _same_shape(config, checkpoint.config):
-        values = _compare_values(bundle, checkpoint, plan, suite, profile, on_progress)
-        if find_layer:
-            on_progress("bisect")
-            values.bisection = bisect(bundle, lambda: _reference(bundle, checkpoint), plan)
-            notes_of_bisection = values.bisection.sentences(any(c.verdict == "red" for c in values.checks))
-            values.notes += notes_of_bisection
+        values = _compare_values(bundle, checkpoint, plan, suite, profile, find_layer, on_progress)
     else:
         notes.append("The checkpoint is of another shape, so that no values could be compared.")
     return Report(
@@ -128,6 +123,7 @@ def _compare_values(
     plan: Plan,
     suite: Suite,
     profile: ProfileName,
+    find_layer: bool,
     on_progress: Callable[[str], None],
 ) -> _Values:
     """Values on ONNX Runtime against the PyTorch reference, and what a reader must know about them."""
@@ -156,6 +152,10 @@ def _compare_values(
         if note:
             values.notes.append(note)
             values.checks = judge_again(values.checks, lines)
+    if find_layer:
+        on_progress("bisect")
+        values.bisection = bisect(bundle, lambda: _reference(bundle, checkpoint), plan)
+        values.notes += values.bisection.sentences(red=any(c.verdict == "red" for c in values.checks))
     return values
 
 
@@ -189,8 +189,10 @@ def _run(
             _give_memory_back()
             plain = Candidate(OnnxRuntimeBackend(bundle, optimised=False), dtype, plan, oracle)
             values.checks += levels(plain, deployed)
-    except InputError as e:  # the runtime's own error in the product's words; running out of memory is another one
-        values.checks.append(judge("graphs", "ran to the end", 0, 1, "==", str(e)[:500]))
+    except (InputError, AssertionError, ValueError, IndexError) as e:
+        # The runtime's own error in the product's words, or outputs of another shape; running out of memory is another one.
+        reason = str(e) if isinstance(e, InputError) else f"{type(e).__name__}: {e}"
+        values.checks.append(judge("graphs", "ran to the end", 0, 1, "==", reason[:500]))
 
 
 def _give_memory_back() -> None:
