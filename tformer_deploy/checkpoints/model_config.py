@@ -50,10 +50,10 @@ def read_model(read_config: Callable[[Reader], ModelConfig], reader: Reader) -> 
     Raises:
         InputError: It is none; the message begins with the reader's place, the hint says which keys to look at.
     """
-    for key in _KEYS["n_layers"]:
-        if key in reader.data:
-            reader.take(key, int, 1, _LAYERS, default=None)
     try:
+        for key in _KEYS["n_layers"]:
+            if key in reader.data:
+                reader.take(key, int, 1, _LAYERS, default=None)
         config = read_config(reader)
     except InputError as error:
         raise _in_their_words(error, reader) from None
