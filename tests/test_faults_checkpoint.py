@@ -576,16 +576,17 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
     "dtype unknown": (lambda: moved("dtype", "x" * 1000), "in dtype xxx"),
     "deep header": (lambda: joined(b'{"a":' * 100_000, b""), "nests"),
     "header of spaces": (lambda: joined(b" " * 20_000_000, b""), "is empty"),
-    "tensors without end": (lambda: many_tensors(400_000), "values; at most"),
+    "tensors without end": (lambda: many_tensors(130_000), "values; at most"),
     "lists without end": (lambda: joined(b'{"a":[' + b"[]," * 3_000_000 + b"[]]}", b""), "values; at most"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DAMAGED)
 def test_export_when_safetensors_are_damaged_then_names_the_file(case: str, console: Console, folder: Path):
-    content, words = DAMAGED[case]
-    (folder / "model.safetensors").write_bytes(content())
-    with little_memory(200 + (len(content()) >> 20)):
+    make, words = DAMAGED[case]
+    content = make()
+    (folder / "model.safetensors").write_bytes(content)
+    with little_memory(200 + (len(content) >> 20)):
         console.export_refused(folder, "model.safetensors", words)
 
 
