@@ -39,7 +39,7 @@ from tformer_deploy.bundle.verify import hash_file
 from tformer_deploy.errors import InputError, TformerError
 
 __all__ = ["console"]
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 PROMPT = ("generate", "--max-new-tokens", "2")
 
 
@@ -128,7 +128,7 @@ INSTEAD: dict[str, Callable[[Path, Path], Any]] = {
 }
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("case", INSTEAD)
 @pytest.mark.parametrize("name", ["weights.bin", "prefill.onnx", "tokenizer.json", "manifest.json"])
 def test_generate_when_something_else_stands_for_a_file_then_says_what(
@@ -261,7 +261,7 @@ GRAPHS: dict[str, tuple[Callable[[onnx.ModelProto], Any], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("case", GRAPHS)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_generate_when_a_graph_is_bad_then_names_the_operator(phase: str, case: str, console: Console, bundle: Path):

@@ -76,7 +76,7 @@ from tformer_deploy.errors import InputError, TformerError
 from tformer_deploy.parameters import parameter_shapes
 
 __all__ = ["console"]
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 INDEX = "model.safetensors.index.json"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21461\nsize 1234567890\n"
@@ -240,9 +240,9 @@ def read_config(case: tuple[str, dict[str, Any]]) -> ModelConfig:
     return read_model(FAMILIES[family].read_config, reader)
 
 
-@pytest.mark.parametrize("share", [25, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("share", [10, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_config_of_every_family_when_any_value_is_hostile_then_is_refused_by_name_or_valid(share: int):
-    results = sweep(spoiled_configs(share), read_config)
+    results = sweep(spoiled_configs(share), read_config, 1024)
     refused = [r for r in results if isinstance(r, TformerError)]
     assert len(refused) > len(results) // 4
     assert all(isinstance(r, (InputError, ModelConfig)) for r in results)
@@ -511,7 +511,7 @@ INDEXES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("case", INDEXES)
 def test_export_when_shards_and_index_disagree_then_names_both(case: str, console: Console, shards: Path):
     edit, words = INDEXES[case]
@@ -636,7 +636,7 @@ FILES = (
 )
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("case", INSTEAD)
 @pytest.mark.parametrize("name", FILES)
 def test_export_when_something_else_stands_for_a_file_then_says_what(name: str, case: str, console: Console, folder: Path):
@@ -647,7 +647,7 @@ def test_export_when_something_else_stands_for_a_file_then_says_what(name: str, 
     assert "pointer" not in case or "Run `git lfs pull`" in last
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(30)
 def test_export_when_the_checkpoint_itself_is_something_else_then_says_what(console: Console, tmp_path: Path):
     for case, (make, words) in INSTEAD.items():
         path = tmp_path / case.replace("/", "_")
@@ -659,7 +659,7 @@ def test_export_when_the_checkpoint_itself_is_something_else_then_says_what(cons
     console.export_refused(tmp_path / "pointer.gguf", "pointer.gguf", "LFS pointer", "Run `git lfs pull`")
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(30)
 def test_file_when_it_becomes_a_fifo_after_it_was_looked_at_then_does_not_hang(folder: Path, monkeypatch: pytest.MonkeyPatch):
     from tformer_deploy.checkpoints import files
 
@@ -670,7 +670,7 @@ def test_file_when_it_becomes_a_fifo_after_it_was_looked_at_then_does_not_hang(f
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the file is one of /proc")
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(30)
 def test_file_when_it_says_that_it_is_empty_then_nothing_is_read_from_it(tmp_path: Path):
     """Files of /proc have no size and some of them no end."""
     (tmp_path / "link").symlink_to("/proc/self/maps")
@@ -883,7 +883,7 @@ GGUF_BOMBS: dict[str, bytes] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("case", GGUF_BOMBS)
 def test_gguf_when_its_header_is_a_bomb_then_is_refused_within_little_memory(case: str, tmp_path: Path):
     (tmp_path / "m.gguf").write_bytes(GGUF_BOMBS[case] + bytes(64))

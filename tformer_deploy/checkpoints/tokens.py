@@ -17,7 +17,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _UNREAD = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 _AGAIN = "Get the file again from where it came."
-_VALUES = 4_000_000  # in tokenizer.json: vocabularies of 256 thousand tokens and their merges take two million
+_VALUES = 6_000_000  # in tokenizer.json: vocabularies of 256 thousand tokens and their merges take two million
 _LIMITS = {GENERATION: 1 << 22, TOKENIZER: 1 << 28, TOKENIZER_CONFIG: 1 << 26, TEMPLATE: 1 << 22}
 
 

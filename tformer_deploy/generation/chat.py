@@ -11,6 +11,7 @@ from tformer_deploy.errors import InputError, ResourceError, escaped
 
 SECONDS = 2  # of CPU; a template takes milliseconds
 MIB = 1024
+_WAIT = 60  # seconds on the clock: a busy machine is no reason to give up
 _CHILD = Path(__file__).with_name("chat_sandbox.py")
 _HINT = "Use another template, or leave --chat out."
 
@@ -29,7 +30,7 @@ def render(template: str, messages: list[dict[str, str]], bos_token: str, eos_to
     try:
         # -P: nothing beside the script is importable; the script itself imports the standard library and jinja2 alone.
         done = subprocess.run(
-            [sys.executable, "-P", str(_CHILD)], input=json.dumps(request).encode(), capture_output=True, timeout=4 * SECONDS,
+            [sys.executable, "-P", str(_CHILD)], input=json.dumps(request).encode(), capture_output=True, timeout=_WAIT,
             check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -24,7 +24,7 @@ from tformer_deploy.errors import InputError, ResourceError, escaped
 from tformer_deploy.generation.tokenizer_child import LOAD_PER_MIB, MIB, SECONDS, TEXT_PER_MIB
 
 _CHILD = Path(__file__).with_name("tokenizer_child.py")
-_BUSY = 3  # wall-clock seconds for one of CPU: the machine may have others to serve
+_WAIT = 60.0  # seconds on the clock, on top of those of CPU: a busy machine is no reason to give up
 _HINTS = {
     "be read": "Use a tokenizer.json that the tokenizers library loads, or run token ids.",
     "encode the text": "Change the text, or give its token ids.",
@@ -86,7 +86,7 @@ class TokenizerProcess:
     def _exchange(self, data: bytes, what: str) -> Any:
         assert self._process is not None
         seconds = SECONDS + (LOAD_PER_MIB if data is self._data else TEXT_PER_MIB) * len(data) / 2**20
-        answer = _exchange(self._process, data, time.monotonic() + _BUSY * seconds)
+        answer = _exchange(self._process, data, time.monotonic() + _WAIT + seconds)
         if answer is None or "value" not in answer:
             code = self._stop() if answer is None else None
             raise self._failure(answer, code, what, seconds)
