@@ -308,7 +308,7 @@ def test_session_when_nothing_is_optimised_then_onnxruntime_is_told_so(llama_bun
     levels_set = []
     for optimised in (True, False):
         backend = OnnxRuntimeBackend(open_bundle(llama_bundle), optimised=optimised)
-        options = backend._session("decode").get_session_options()
+        options = backend._graph("decode")._session.get_session_options()
         levels_set.append(str(options.graph_optimization_level))
     assert levels_set[1].endswith("ORT_DISABLE_ALL")
     assert levels_set[0].endswith("ORT_ENABLE_ALL")

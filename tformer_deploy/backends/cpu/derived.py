@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tformer_deploy.bundle import Bundle
 
 RECORD = "derived.json"
+_HINT = "Look at the bundle with `tformer-deploy check`, or give --profile portable."
 _REVISION = 1  # counts changes of what is derived
 _LIMIT = 1 << 20
 
@@ -66,7 +67,8 @@ def derive(bundle: Bundle, plan: CpuPlan, threads: int | None = None) -> Derived
     Raises:
         ResourceError: There is no room for them.
         StorageError: They cannot be written, or another process is writing them.
-        CapabilityError: The package onnx is not installed.
+        ImportError: The package onnx is not installed.
+        InputError: The decode graph cannot be rewritten, or the runtime refuses it.
     """
     import onnx
 
@@ -77,12 +79,16 @@ def derive(bundle: Bundle, plan: CpuPlan, threads: int | None = None) -> Derived
     config = bundle.manifest.config
     with new_folder(folder, force=True, marker=RECORD) as made:
         for name in plan.graphs:
-            proto = onnx.load(bundle.decode_path, load_external_data=False)
-            if name == "step":
-                use_group_query_attention(proto, config)
-            else:
-                fold_grouped_heads(proto, config)
-            save_packed(proto, bundle.path, made / f"{name}.onnx", threads)
+            try:
+                proto = onnx.load(bundle.decode_path, load_external_data=False)
+                if name == "step":
+                    use_group_query_attention(proto, config)
+                else:
+                    fold_grouped_heads(proto, config)
+                save_packed(proto, bundle.path, made / f"{name}.onnx", threads)
+            except Exception as e:  # onnx and the runtime raise many kinds; the graph was edited, or is none of ours
+                reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
+                raise InputError(f"No graph for this CPU can be derived from {bundle.decode_path}: {reason}", _HINT) from e
         if plan.folded:
             share_weights(made / "step.onnx", made / "decode.onnx")
         files = {path.name: hash_file(path) for path in sorted(made.iterdir())}

@@ -8,7 +8,7 @@ from tformer_deploy.backends.cpu.backend import CpuBackend
 from tformer_deploy.backends.cpu.derived import derive, find_derived
 from tformer_deploy.backends.cpu.plan import plan_for
 from tformer_deploy.backends.onnxruntime import OnnxRuntimeBackend
-from tformer_deploy.errors import ResourceError, StorageError, TformerError, UsageError
+from tformer_deploy.errors import InputError, ResourceError, StorageError, TformerError, UsageError
 
 if TYPE_CHECKING:
     from tformer_deploy.bundle import Bundle
@@ -40,7 +40,7 @@ def open_cpu(bundle: Bundle, threads: int | None = None, profile: ProfileName = 
         return CpuBackend(bundle, plan, derived, threads)
     except ImportError as e:
         failure: TformerError = ResourceError(f"Deriving graphs needs the package {e.name}.", "pip install onnx")
-    except (ResourceError, StorageError) as e:
+    except (InputError, ResourceError, StorageError) as e:
         failure = e
     except OSError as e:
         failure = StorageError(f"Derived graphs cannot be written: {e}.")
