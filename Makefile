@@ -41,7 +41,8 @@ test: $(VENV)/test.stamp cpp-packages
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -q --durations=15
+	# A worker a core: tracing and reading are one thread's work. A file stays with one worker, and so do its fixtures.
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=25
 
 test-slow: $(VENV)/slow.stamp cpp-packages
 	$(BIN)/python -m pytest -q -m 'slow and not gpu' --durations=15

@@ -9,6 +9,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import importlib.util
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ import torch
 
 from tformer_deploy.config import DType, ModelConfig, RopeConfig
 from tformer_deploy.reference import Decoder
+
+# What is derived for this machine goes where it is removed again, for commands that tests start too.
+_CACHE = tempfile.TemporaryDirectory(prefix="tformer-deploy-cache-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 ROOT = Path(__file__).resolve().parent.parent
 

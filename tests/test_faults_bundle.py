@@ -289,7 +289,7 @@ def test_generate_when_only_the_runtime_can_tell_then_its_words_are_passed_on(
 ):
     edit, words = RUNTIME[case]
     path = edit_graph(Path(shutil.copytree(text_bundle, tmp_path / "b")), "prefill", edit)
-    console.refused(3, words, *PROMPT, path, "w5")
+    console.refused(3, words, *PROMPT, "--profile", "portable", path, "w5")
 
 
 def test_graph_when_a_mask_holds_minus_infinity_then_is_accepted(text_bundle: Path, tmp_path: Path):

@@ -308,7 +308,7 @@ def test_session_when_nothing_is_optimised_then_onnxruntime_is_told_so(llama_bun
     levels_set = []
     for optimised in (True, False):
         backend = OnnxRuntimeBackend(open_bundle(llama_bundle), optimised=optimised)
-        options = backend._session("decode").get_session_options()
+        options = backend._graph("decode")._session.get_session_options()
         levels_set.append(str(options.graph_optimization_level))
     assert levels_set[1].endswith("ORT_DISABLE_ALL")
     assert levels_set[0].endswith("ORT_ENABLE_ALL")
@@ -346,10 +346,10 @@ def test_check_when_the_reference_fails_then_is_red_with_its_reason_and_exit_1(
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr("tformer_deploy.reference.decoder.Decoder.forward", fail)
-    code = cli.run(["check", str(llama_bundle), "--checkpoint", str(llama_checkpoint), "--json"])
+    code = cli.run(["check", str(llama_bundle), "--checkpoint", str(llama_checkpoint), "--json", "--bisect"])
     captured = capsys.readouterr()
     report = json.loads(captured.out)
-    assert (code, report["verdict"]) == (1, "red")
+    assert (code, report["verdict"], report["bisection"]) == (1, "red", None)
     (check,) = [c for c in report["checks"] if c["verdict"] == "red"]
     assert (check["group"], check["metric"]) == ("PyTorch reference", "ran to the end")
     assert check["detail"] == "RuntimeError: no such kernel"

@@ -168,10 +168,10 @@ def test_beginning_when_the_file_is_no_text_then_is_refused_by_name(tmp_path, co
 
 @pytest.fixture(scope="module")
 def talker(llama_bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with a tokenizer: bytes below 131, one id each."""
+    """A bundle with a tokenizer: one id each for 131 bytes, space and line end among them."""
     path = tmp_path_factory.mktemp("text") / "b"
     shutil.copytree(llama_bundle, path)
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[: LLAMA_LIKE.vocab_size]
+    letters = ["Ġ", "Ċ", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())][: LLAMA_LIKE.vocab_size]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     (path / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")

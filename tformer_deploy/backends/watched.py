@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tformer_deploy.backends.onnxruntime import PROVIDER, import_runtime
+from tformer_deploy.backends.graph import PROVIDER, import_runtime
 from tformer_deploy.errors import CapabilityError, InputError
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from tformer_deploy.errors import InputError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from tformer_deploy.backends.cpu.opening import ProfileName
     from tformer_deploy.backends.session import Session
 
 NUMPY_DTYPES: dict[str, Any] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
@@ -66,11 +67,11 @@ class Bundle:
         """The bytes of a file that came with the checkpoint, for instance ``tokenizer.json``; None where there is none."""
         return (self.path / name).read_bytes() if name in self.manifest.files else None
 
-    def session(self, backend: str = "onnxruntime", threads: int | None = None) -> Session:
-        """Loads the graphs on a backend: ``onnxruntime``, ``torch`` or ``tensorrt``."""
+    def session(self, backend: str = "onnxruntime", threads: int | None = None, profile: ProfileName = "auto") -> Session:
+        """Loads the graphs on a backend: ``onnxruntime``, ``torch`` or ``tensorrt``; see ``backends.open_backend``."""
         from tformer_deploy.backends import open_session
 
-        return open_session(self, backend=backend, threads=threads)
+        return open_session(self, backend=backend, threads=threads, profile=profile)
 
 
 def open_bundle(path: str | Path, verify: Verify = "auto") -> Bundle:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Verify = Literal["auto", "full"]
-BESIDE_THE_CORE = {"engines", "reports"}
+REPORTS = "reports"
+BESIDE_THE_CORE = {"engines", REPORTS}
 # Smaller files are hashed at every start: that costs less than remembering them.
 _REMEMBERED_FROM = 16 * 2**20
 # A file written to within one tick of the file system's clock keeps its times, so a fresh one is not remembered.
@@ -74,16 +75,24 @@ def verify_files(root: Path, manifest: Manifest, verify: Verify) -> None:
     if extra:
         raise InputError(f"{root} holds files that {MANIFEST} does not name: {', '.join(map(repr, extra))}.", _SEAL)
     for name, record in sorted(manifest.files.items()):
-        path = root / name
-        status = require_regular(path)
-        if status.st_size != record.size:
-            raise InputError(f"{path} has {status.st_size} bytes; {MANIFEST} says {record.size}.", _SEAL)
-        if verify == "auto" and remembered(path, status, record):
-            continue
-        found = hash_file(path)
-        if found.sha256 != record.sha256:
-            raise InputError(f"{path} has sha256 {found.sha256}; {MANIFEST} says {record.sha256}.", _SEAL)
-        remember(path, status, record)
+        verify_file(root / name, record, verify)
+
+
+def verify_file(path: Path, record: FileRecord, verify: Verify) -> None:
+    """Compares one file with its record.
+
+    Raises:
+        InputError: It is missing, or of another kind, size or hash.
+    """
+    status = require_regular(path)
+    if status.st_size != record.size:
+        raise InputError(f"{path} has {status.st_size} bytes; {MANIFEST} says {record.size}.", _SEAL)
+    if verify == "auto" and remembered(path, status, record):
+        return
+    found = hash_file(path)
+    if found.sha256 != record.sha256:
+        raise InputError(f"{path} has sha256 {found.sha256}; {MANIFEST} says {record.sha256}.", _SEAL)
+    remember(path, status, record)
 
 
 def verify_graphs(root: Path, manifest: Manifest) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tformer_deploy.backends.cpu.opening import open_cpu
 from tformer_deploy.backends.onnxruntime import OnnxRuntimeBackend
 from tformer_deploy.backends.torch import bundle_backend
 from tformer_deploy.bundle import Bundle, open_bundle
@@ -38,6 +39,7 @@ from tformer_deploy.reference import Decoder
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tformer_deploy.backends.cpu.opening import ProfileName
     from tformer_deploy.config import ModelConfig
     from tformer_deploy.parity.bisection import Bisection
     from tformer_deploy.parity.oracle import Oracle
@@ -62,6 +64,7 @@ def check_bundle(
     on_progress: Callable[[str], None] = lambda _: None,
     text: tuple[str, Sequence[int]] | None = None,
     find_layer: bool = False,
+    profile: ProfileName = "portable",
 ) -> Report:
     """Compares every tensor exactly, then values on ONNX Runtime against the PyTorch reference.
 
@@ -73,6 +76,7 @@ def check_bundle(
         on_progress: Called with a few words at the start of each part.
         text: Name and ids of a text of which perplexity is compared too.
         find_layer: Look for the first layer in which a graph and the reference part.
+        profile: Which graphs run: the bundle's own, or those derived for this CPU.
 
     Raises:
         InputError: The bundle or the checkpoint cannot be read, or an id of ``text`` is not in the vocabulary.
@@ -93,12 +97,7 @@ def check_bundle(
         notes += _source_notes(bundle, checkpoint)
     values = _Values()
     if checkpoint is None or _same_shape(config, checkpoint.config):
-        values = _compare_values(bundle, checkpoint, plan, suite, on_progress)
-        if find_layer:
-            on_progress("bisect")
-            values.bisection = bisect(bundle, lambda: _reference(bundle, checkpoint), plan)
-            notes_of_bisection = values.bisection.sentences(any(c.verdict == "red" for c in values.checks))
-            values.notes += notes_of_bisection
+        values = _compare_values(bundle, checkpoint, plan, suite, profile, find_layer, on_progress)
     else:
         notes.append("The checkpoint is of another shape, so that no values could be compared.")
     return Report(
@@ -119,7 +118,13 @@ def check_bundle(
 
 
 def _compare_values(
-    bundle: Bundle, checkpoint: Checkpoint | None, plan: Plan, suite: Suite, on_progress: Callable[[str], None]
+    bundle: Bundle,
+    checkpoint: Checkpoint | None,
+    plan: Plan,
+    suite: Suite,
+    profile: ProfileName,
+    find_layer: bool,
+    on_progress: Callable[[str], None],
 ) -> _Values:
     """Values on ONNX Runtime against the PyTorch reference, and what a reader must know about them."""
     values = _Values()
@@ -139,7 +144,7 @@ def _compare_values(
     values.checks.append(judge("PyTorch reference", "values not finite", oracle.not_finite, 0, "=="))
     _give_memory_back()
     on_progress("ONNX Runtime")
-    _run(bundle, plan, oracle, suite, values, on_progress)
+    _run(bundle, plan, oracle, suite, profile, values, on_progress)
     _give_memory_back()  # the runtime's memory goes before the reference comes back
     if any(c.verdict == "red" for c in values.checks):
         on_progress("PyTorch's own rounding")
@@ -147,6 +152,10 @@ def _compare_values(
         if note:
             values.notes.append(note)
             values.checks = judge_again(values.checks, lines)
+    if find_layer:
+        on_progress("bisect")
+        values.bisection = bisect(bundle, lambda: _reference(bundle, checkpoint), plan)
+        values.notes += values.bisection.sentences(red=any(c.verdict == "red" for c in values.checks))
     return values
 
 
@@ -163,11 +172,13 @@ def _ask(reference: Decoder, plan: Plan) -> Oracle | str:
         return reason
 
 
-def _run(bundle: Bundle, plan: Plan, oracle: Oracle, suite: Suite, values: _Values, on_progress: Callable[[str], None]) -> None:
+def _run(
+    bundle: Bundle, plan: Plan, oracle: Oracle, suite: Suite, profile: ProfileName, values: _Values, on_progress: Callable[[str], None]
+) -> None:  # fmt: skip
     """Every comparison; a graph that the runtime refuses or cannot run is as red as a wrong value."""
     dtype = bundle.manifest.dtype
     try:
-        candidate = Candidate(OnnxRuntimeBackend(bundle), dtype, plan, oracle)
+        candidate = Candidate(open_cpu(bundle, profile=profile), dtype, plan, oracle)
         values.notes += candidate.backend.notes
         values.profile = candidate.profile
         values.checks += compare(candidate, suite, on_progress)
@@ -178,8 +189,10 @@ def _run(bundle: Bundle, plan: Plan, oracle: Oracle, suite: Suite, values: _Valu
             _give_memory_back()
             plain = Candidate(OnnxRuntimeBackend(bundle, optimised=False), dtype, plan, oracle)
             values.checks += levels(plain, deployed)
-    except InputError as e:  # the runtime's own error in the product's words; running out of memory is another one
-        values.checks.append(judge("graphs", "ran to the end", 0, 1, "==", str(e)[:500]))
+    except (InputError, AssertionError, ValueError, IndexError) as e:
+        # The runtime's own error in the product's words, or outputs of another shape; running out of memory is another one.
+        reason = str(e) if isinstance(e, InputError) else f"{type(e).__name__}: {e}"
+        values.checks.append(judge("graphs", "ran to the end", 0, 1, "==", reason[:500]))
 
 
 def _give_memory_back() -> None:
