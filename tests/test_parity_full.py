@@ -89,6 +89,46 @@ def test_plan_when_full_then_prompts_meet_every_edge_of_the_runtimes_capacities(
     assert make_plan(config, limit, "quick").edges == ()
 
 
+def windowed(window: int) -> ModelConfig:
+    return replace(LLAMA_LIKE, window=window, window_layers=(0, 2))
+
+
+@pytest.mark.parametrize(("window", "prompt"), [(8, 9), (150, 151), (255, 256), (256, None), (5000, None)])
+def test_plan_when_the_model_has_windows_then_a_prompt_is_one_longer(window, prompt):
+    config = windowed(window)
+    lengths = [row.prompt for row in make_plan(config, config.max_length, "full").edges]
+    assert (prompt in lengths) == (prompt is not None)
+    assert lengths == sorted({127, 128, 129, 255, 256, *([prompt] if prompt else [])})
+    long = replace(config, max_length=100_000)
+    assert (window + 1 in [row.prompt for row in make_plan(long, 100_000, "full").edges]) == (window <= 4096)
+
+
+def test_edges_when_a_window_is_one_too_wide_then_are_red():
+    """No row of the ragged batch is as long."""
+    config = windowed(150)
+    plan = replace(make_plan(config, config.max_length, "full"), greedy=0)
+    answers = ask(hot_decoder(config), plan)
+    assert not red(edges(candidate(TorchBackend(hot_decoder(config)), answers, plan)))
+    for other in (149, 151):
+        wrong = candidate(TorchBackend(hot_decoder(windowed(other))), answers, plan)
+        found = red(list(compare(wrong, "full")))
+        assert ("bucket edges", "max abs") in found
+        assert {group for group, _ in found} == {"bucket edges"}
+
+
+def test_check_when_windows_are_longer_than_every_row_then_says_so(tmp_path):
+    from tformer_deploy import api
+
+    hot_decoder(windowed(100)).save_pretrained(tmp_path / "c")
+    bundle = api.export(tmp_path / "c", tmp_path / "b", check=False)
+    (note,) = check_bundle(bundle, tmp_path / "c").notes
+    assert "Windows of 100 tokens are longer than every row here (39 at most)" in note
+    assert "Run the full suite" in note
+    full = check_bundle(bundle, tmp_path / "c", suite="full")
+    assert full.passed
+    assert full.notes == ()
+
+
 class LosesTheLastSlotWhenGrown(TorchBackend):
     """A cache that is full and must grow forgets its newest token."""
 

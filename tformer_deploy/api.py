@@ -18,6 +18,7 @@ from tformer_deploy.parity.text import read_beginning
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tformer_deploy.backends.cpu.opening import ProfileName
     from tformer_deploy.config import DType
     from tformer_deploy.parity import Report
     from tformer_deploy.reference import Decoder
@@ -77,6 +78,7 @@ def check(
     *,
     text: str | Path | None = None,
     bisect: bool = False,
+    profile: ProfileName = "portable",
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Compares a bundle with the checkpoint that it came from; ``report.passed`` says whether it holds.
@@ -87,6 +89,7 @@ def check(
         suite: ``quick`` or ``full``.
         text: A UTF-8 file, on the beginning of which perplexity is compared too.
         bisect: Look for the first layer in which a graph and the reference part.
+        profile: ``portable``, ``cpu`` or ``auto``; see ``backends.open_backend``.
         on_progress: Called with a few words at the start of each part.
 
     Raises:
@@ -94,7 +97,9 @@ def check(
     """
     check_bundle = load("tformer_deploy.parity.check", "export").check_bundle
     ids = None if text is None else (str(text), _ids_of_text(bundle_path, Path(text)))
-    report: Report = check_bundle(bundle_path, checkpoint_path, suite=suite, on_progress=on_progress, text=ids, find_layer=bisect)
+    report: Report = check_bundle(
+        bundle_path, checkpoint_path, suite=suite, on_progress=on_progress, text=ids, find_layer=bisect, profile=profile
+    )
     return report
 
 

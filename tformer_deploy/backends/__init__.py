@@ -9,15 +9,18 @@ from tformer_deploy.errors import CapabilityError, UsageError
 
 if TYPE_CHECKING:
     from tformer_deploy.backends.base import Backend
-    from tformer_deploy.backends.cpu.opening import Profile
+    from tformer_deploy.backends.cpu.opening import ProfileName
     from tformer_deploy.bundle import Bundle
 
 BACKENDS = ("onnxruntime", "torch", "tensorrt")
+PROFILES = ("auto", "portable", "cpu")
 
-__all__ = ["BACKENDS", "Session", "open_backend", "open_session"]
+__all__ = ["BACKENDS", "PROFILES", "Session", "open_backend", "open_session"]
 
 
-def open_backend(bundle: Bundle, backend: str = "onnxruntime", threads: int | None = None, profile: Profile = "auto") -> Backend:
+def open_backend(
+    bundle: Bundle, backend: str = "onnxruntime", threads: int | None = None, profile: ProfileName = "auto"
+) -> Backend:
     """The backend of that name over a bundle; its libraries are imported only now.
 
     ``profile`` chooses between the portable graphs and those derived for this CPU (onnxruntime alone; see ``cpu.opening``).
@@ -50,6 +53,8 @@ def open_backend(bundle: Bundle, backend: str = "onnxruntime", threads: int | No
     raise UsageError(f"There is no backend {backend!r}; expected one of {', '.join(BACKENDS)}.")
 
 
-def open_session(bundle: Bundle, backend: str = "onnxruntime", threads: int | None = None, profile: Profile = "auto") -> Session:
+def open_session(
+    bundle: Bundle, backend: str = "onnxruntime", threads: int | None = None, profile: ProfileName = "auto"
+) -> Session:
     """A session over a bundle; see :func:`open_backend`."""
     return Session(open_backend(bundle, backend, threads, profile))

@@ -82,7 +82,8 @@ class Session:
 
         Args:
             rows: Token ids of each row, at least one each; lengths may differ.
-            capacity: Room for this many tokens a row from the start; grown when full, so None only costs copies.
+            capacity: Tokens that a row will hold at most, refused now if that is too many. Room is made as rows grow: attention
+                over a cache may cost its capacity, not its length.
 
         Returns:
             Logits [B, V] float32 after each row's last token.
@@ -97,7 +98,7 @@ class Session:
         if wanted > self.backend.max_length:
             raise InputError(f"A capacity of {wanted} is asked for; max_length is {self.backend.max_length}.")
         self._cache = None  # frees the last batch before the next one is allocated
-        self._cache = self.backend.allocate(len(rows), self.backend.capacity_for(wanted))
+        self._cache = self.backend.allocate(len(rows), self.backend.capacity_for(longest))
         self._lengths, self._retired = [0] * len(rows), [False] * len(rows)
         return self._fill(list(range(len(rows))), rows)
 
@@ -115,11 +116,7 @@ class Session:
         Raises:
             InputError: As :meth:`decode`; also an empty row.
         """
-        cache = self._live()
-        if len(rows) != len(self._lengths):
-            raise InputError(f"{len(rows)} rows of new tokens for a batch of {len(self._lengths)}; expected one for each row.")
-        rows = [[0] if retired else row for row, retired in zip(rows, self._retired, strict=True)]
-        self._check(rows, self._lengths)
+        cache, rows = self._live(), self._checked(rows)
         width = max(map(len, rows))
         # Padding is written too, behind each row's own tokens, and must find room.
         needed = max(self._lengths) + width
@@ -129,11 +126,39 @@ class Session:
         ids, positions = _padded(rows)
         logits = self.backend.decode(ids, np.array(self._lengths, dtype=np.int64), positions, cache)
         self.counters.decode_computed += ids.size
-        for i, row in enumerate(rows):
-            if not self._retired[i]:
-                self._lengths[i] += len(row)
-                self.counters.decode_tokens += len(row)
+        self._advance(rows)
         return logits[:, 0]
+
+    def verify(self, rows: Sequence[Sequence[int]]) -> list[Logits]:
+        """Several new tokens for each row, as :meth:`extend` → logits of each row after every one of them, [len(row), V].
+
+        Tokens that turn out wrong are taken back with :meth:`rewind`.
+
+        Raises:
+            InputError: As :meth:`extend`.
+        """
+        cache, rows = self._live(), self._checked(rows)
+        width = max(map(len, rows))
+        if max(self._lengths) + width > self.backend.max_length:
+            raise InputError(f"{width} new tokens pass max_length {self.backend.max_length} in a row.", "Give fewer.")
+        cache = self._grow(cache, max(self._lengths) + width)
+        ids, _ = _padded(rows)
+        positions = np.tile(np.arange(width, dtype=np.int64), (len(rows), 1))
+        logits = self.backend.decode(ids, np.array(self._lengths, dtype=np.int64), positions, cache)
+        self.counters.decode_computed += ids.size
+        self._advance(rows)
+        return [logits[i, : len(row)] for i, row in enumerate(rows)]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Gives up each row's tokens from ``lengths`` on; retired rows stay empty.
+
+        Raises:
+            InputError: A length is negative or above the row's own.
+        """
+        for i, (length, held) in enumerate(zip(lengths, self._lengths, strict=True)):
+            if not 0 <= length <= held:
+                raise InputError(f"Row {i} holds {held} tokens and cannot go back to {length}.")
+        self._lengths = list(lengths)
 
     def retire(self, rows: Sequence[int]) -> None:
         """Gives up the contents of these rows: they cost a decode step until refilled or dropped by :meth:`compact`."""
@@ -207,6 +232,20 @@ class Session:
                 self._lengths[i] += len(row)
                 self.counters.decode_tokens += len(row)
         return np.concatenate(parts)
+
+    def _checked(self, rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """New tokens for every row, a stand-in for retired ones."""
+        if len(rows) != len(self._lengths):
+            raise InputError(f"{len(rows)} rows of new tokens for a batch of {len(self._lengths)}; expected one for each row.")
+        live = [[0] if retired else row for row, retired in zip(rows, self._retired, strict=True)]
+        self._check(live, self._lengths)
+        return live
+
+    def _advance(self, rows: Sequence[Sequence[int]]) -> None:
+        for i, row in enumerate(rows):
+            if not self._retired[i]:
+                self._lengths[i] += len(row)
+                self.counters.decode_tokens += len(row)
 
     def _grow(self, cache: KVCache, needed: int) -> KVCache:
         if needed > cache.capacity:

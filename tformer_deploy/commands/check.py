@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from tformer_deploy import api
+from tformer_deploy.backends import PROFILES
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.verify import BESIDE_THE_CORE
 from tformer_deploy.bundle.writer import replace_file
@@ -22,6 +23,7 @@ from tformer_deploy.parity.page import to_html
 from tformer_deploy.parity.report_file import read_report
 
 if TYPE_CHECKING:
+    from tformer_deploy.backends.cpu.opening import ProfileName
     from tformer_deploy.parity.plan import Suite
 
 _FILE = click.Path(path_type=Path)
@@ -33,6 +35,13 @@ _FILE = click.Path(path_type=Path)
 @click.option("--suite", type=click.Choice(["quick", "full"]), default=None, help="How much is compared.  [default: quick]")
 @click.option("--full", is_flag=True, help="Short for --suite full.")
 @click.option("--text", type=_FILE, default=None, help="Also compare perplexity on the beginning of this UTF-8 text.")
+@click.option(
+    "--profile",
+    type=click.Choice(PROFILES),
+    default="portable",
+    show_default=True,
+    help="Whose graphs: the bundle's, or derived for this CPU.",
+)
 @click.option("--bisect", is_flag=True, help="Name the first layer in which a graph and the reference part.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with every metric, its gate and verdict.")
 @click.option("--report", type=_FILE, default=None, help="Also write the JSON to this file.")
@@ -42,7 +51,7 @@ _FILE = click.Path(path_type=Path)
     "--verify-report", type=_FILE, default=None, help="Check nothing; read this report back and require that it is of BUNDLE."
 )
 def command(
-    bundle: Path, checkpoint: Path | None, suite: Suite | None, full: bool, text: Path | None, bisect: bool, as_json: bool,
+    bundle: Path, checkpoint: Path | None, suite: Suite | None, full: bool, text: Path | None, bisect: bool, profile: ProfileName, as_json: bool,
     report: Path | None, junit: Path | None, html: Path | None, verify_report: Path | None,
 ) -> int:  # fmt: skip
     """Compare BUNDLE with the checkpoint it was made from.
@@ -61,7 +70,7 @@ def command(
     # Read when torch is loaded: its threads then sleep at a barrier instead of spinning, which on busy cores takes 5 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     found = api.check(
-        bundle, checkpoint, suite="full" if full else suite or "quick", text=text, bisect=bisect,
+        bundle, checkpoint, suite="full" if full else suite or "quick", text=text, bisect=bisect, profile=profile,
         on_progress=lambda part: click.echo(f"… {part}", err=True),
     )  # fmt: skip
     content = json.dumps(found.to_json(), indent=1)

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,9 @@ from tformer_deploy.bundle import open_bundle
 from tformer_deploy.commands.options import generation_options, sampling_options, stop_strings
 from tformer_deploy.errors import InputError
 from tformer_deploy.generation import Generator, Request, load_tokenizer
+
+if TYPE_CHECKING:
+    from tformer_deploy.backends.cpu.opening import ProfileName
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -26,7 +30,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 @generation_options
 def command(
     bundle: Path, prompt: str, chat: bool, as_json: bool, max_new_tokens: int, temperature: float, top_k: int, top_p: float,
-    min_p: float, repetition_penalty: float, seed: int, stop: tuple[str, ...], backend: str, threads: int | None,
+    min_p: float, repetition_penalty: float, seed: int, prompt_lookup: int, stop: tuple[str, ...], backend: str, profile: ProfileName, threads: int | None,
 ) -> None:  # fmt: skip
     """Complete PROMPT and stream the text to stdout."""
     if hasattr(sys.stdout, "reconfigure"):
@@ -38,10 +42,10 @@ def command(
         raise InputError(f"{bundle} has no tokenizer.", "Use `tformer-deploy run` with input_ids.")
     ids = tokenizer.encode_chat(prompt) if chat else tokenizer.encode(prompt)
     request = Request(tuple(ids), options, max_new_tokens, stop_strings(stop), seed)
-    session = open_session(opened, backend=backend, threads=threads)
+    session = open_session(opened, backend=backend, threads=threads, profile=profile)
     for note in session.backend.notes:
         click.echo(f"Note: {note}", err=True)
-    generator = Generator(session, tokenizer, opened.manifest.eos_token_ids)
+    generator = Generator(session, tokenizer, opened.manifest.eos_token_ids, prompt_lookup)
     completion = generator.stream(request, (lambda text: None) if as_json else _show)
     if as_json:
         result = {

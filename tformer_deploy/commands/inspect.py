@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from tformer_deploy.backends.cpu.plan import plan_for
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.engines import list_engines
 from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, unfusable
@@ -39,6 +40,7 @@ def command(bundle: Path, as_json: bool) -> None:
 def describe(bundle: Bundle) -> dict[str, Any]:
     """Everything that inspect prints, as plain values."""
     manifest = bundle.manifest
+    cpu = plan_for(manifest.config, manifest.dtype)
     per_token = cache_bytes_per_token(manifest.config, manifest.dtype)
     return {
         "path": str(bundle.path),
@@ -67,6 +69,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
             "bytes": sum(t.size for t in manifest.tensors.values()),
         },
         "files": {name: dataclasses.asdict(record) for name, record in sorted(manifest.files.items())},
+        "cpu": {"profile": "cpu" if cpu.applies else "portable", "reasons": list(cpu.reasons)},
         "tensorrt": {
             dtype: [fault for fault, _ in unfusable(manifest.config, dtype, min(manifest.max_length, DEFAULT_CAPACITY))]
             for dtype in DTYPES
@@ -116,6 +119,9 @@ def _render(found: dict[str, Any], console: Console) -> None:
                 graphs.add_row(phase, ("→ " if kind == "outputs" else "") + signature["name"], signature["dtype"], rf"\[{dims}]")
         graphs.add_section()
     console.print(graphs)
+    console.print(
+        f"ONNX Runtime on this CPU: profile {found['cpu']['profile']}. {' '.join(found['cpu']['reasons'])}", highlight=False
+    )
     for dtype, faults in found["tensorrt"].items():
         verdict = "; ".join(faults) if faults else "all attention can be fused"
         console.print(f"TensorRT {dtype}: {verdict}", highlight=False, markup=False)

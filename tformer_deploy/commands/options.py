@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tformer_deploy.backends import BACKENDS
+from tformer_deploy.backends import BACKENDS, PROFILES
 from tformer_deploy.errors import UsageError
 from tformer_deploy.generation import SamplingOptions
 from tformer_deploy.generation.sampling import MAX_SEED
@@ -26,8 +26,22 @@ _OPTIONS = [
         "--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: ids of the row are less likely."
     ),
     click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Of the random numbers."),
+    click.option(
+        "--prompt-lookup",
+        type=click.IntRange(0, 64),
+        default=0,
+        show_default=True,
+        help="Guess this many tokens a step from the row itself; the completion is the same.",
+    ),
     click.option("--stop", multiple=True, help="Text that ends a completion; repeatable."),
     click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True),
+    click.option(
+        "--profile",
+        type=click.Choice(PROFILES),
+        default="auto",
+        show_default=True,
+        help="The bundle's graphs as they are (portable), or derived for this CPU (cpu); inspect says which.",
+    ),
     click.option(
         "--threads", type=click.IntRange(1, 1024), default=None, help="Threads of the runtime; its default where absent."
     ),

@@ -28,6 +28,8 @@ from tformer_deploy.generation import Generator, load_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tformer_deploy.backends.cpu.opening import ProfileName
+
 
 @click.command("run", short_help="Complete a file of prompts.")
 @click.argument("bundle", type=click.Path(path_type=Path))
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 def command(
     bundle: Path, prompts: Path, output: Path, max_batch: int, edges: tuple[int, ...], allow_errors: bool, force: bool, as_json: bool,
     max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float, seed: int,
-    stop: tuple[str, ...], backend: str, threads: int | None,
+    prompt_lookup: int, stop: tuple[str, ...], backend: str, profile: ProfileName, threads: int | None,
 ) -> int:  # fmt: skip
     """Complete every row of PROMPTS (JSONL; - is stdin); results keep the order of the input.
 
@@ -67,13 +69,15 @@ def command(
         file.seek(0)
         if found.unknown:
             click.echo(f"Note: no row has the fields {', '.join(map(ascii, found.unknown))}; they are ignored.", err=True)
-        session = open_session(opened, backend=backend, threads=threads)
+        session = open_session(opened, backend=backend, threads=threads, profile=profile)
         for note in session.backend.notes:
             click.echo(f"Note: {note}", err=True)
-        generator = Generator(session, tokenizer, manifest.eos_token_ids)
+        generator = Generator(session, tokenizer, manifest.eos_token_ids, prompt_lookup)
         rows = read_rows(file, manifest.config, manifest.max_length, tokenizer, defaults)
         with sink, _progress(found.rows) as step:
             summary = run_job(rows, generator, sink, max_batch, tuple(sorted(set(edges))) or DEFAULT_EDGES, step)
+    if prompt_lookup:
+        click.echo(f"Prompt lookup: {generator.right} of {generator.guessed} guesses were right.", err=True)
     _report(summary, as_json)
     return 1 if summary.failed and not allow_errors else 0
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tformer_deploy.errors import InputError
+from tformer_deploy.generation.lookup import guess
 from tformer_deploy.generation.sampling import LogitsError, SamplingOptions, sample
 
 if TYPE_CHECKING:
@@ -68,6 +69,23 @@ class _Row:
         self.cut: str | None = None
         self.error: str | None = None
 
+    def guess(self, count: int) -> list[int]:
+        """At most ``count`` tokens that may come next, never more than the row has room for beside the next one."""
+        return guess(self.history, min(count, self.room - len(self.ids) - 1))
+
+    def take_while_right(self, logits: NDArray[np.float32], guessed: Sequence[int]) -> tuple[int, bool]:
+        """Chooses tokens as long as each is the one that was guessed; how many were chosen, and whether the row has ended.
+
+        ``logits`` [1 + len(guessed), V]: after the row's last token, and after each guess. A token is chosen from its own
+        position's logits and random number, as it would be without guesses.
+        """
+        for i, position in enumerate(logits):
+            if self.take(position):
+                return i + 1, True
+            if i == len(guessed) or self.ids[-1] != guessed[i]:
+                return i + 1, False
+        return len(logits), False
+
     def take(self, logits: NDArray[np.float32]) -> bool:
         """Chooses the next token; True when the row has ended."""
         try:
@@ -111,10 +129,16 @@ class Generator:
         session: The loaded model.
         tokenizer: For text and stop strings; None works on ids alone.
         eos_token_ids: Ids that end a row.
+        lookup: Guess this many tokens a step from the row itself and check them together (0: none). The tokens are the same.
+
+    Attributes:
+        guessed: Tokens guessed so far.
+        right: Of those, how many were right.
     """
 
-    def __init__(self, session: Session, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, session: Session, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int], lookup: int = 0) -> None:
         self.session, self.tokenizer, self.eos = session, tokenizer, frozenset(eos_token_ids)
+        self.lookup, self.guessed, self.right = lookup, 0, 0
 
     def generate(
         self, requests: Sequence[Request], max_batch: int = 16, on_done: Callable[[int, Completion], None] = lambda i, c: None
@@ -155,13 +179,14 @@ class Generator:
             return row.completion()
         logits, shown = self.session.prefill([list(request.input_ids)]), 0
         held = max((len(s) - 1 for s in request.stop), default=0)
-        while not row.take(logits[0]):
+        ended = row.take(logits[0])
+        while not ended:
             if self.tokenizer is not None:
                 text = row.text(so_far=True)
                 if len(text) - held > shown:
                     on_text(text[shown : len(text) - held])
                     shown = len(text) - held
-            logits = self.session.decode([row.ids[-1]])
+            (ended,) = self._step([row])
         completion = row.completion()
         if completion.error is not None:
             raise LogitsError(completion.error, "Check the bundle with tformer-deploy check.")
@@ -185,10 +210,9 @@ class Generator:
         session = self.session
         slots: list[_Row | None] = list(waiting[:max_batch])
         queue = deque(waiting[max_batch:])
-        fresh = list(range(len(slots)))
         logits = session.prefill([list(r.request.input_ids) for r in slots if r is not None])
+        ended = [i for i, position in enumerate(logits) if self._ended(slots[i], position)]
         while True:
-            ended = [i for i, position in zip(fresh, logits, strict=True) if self._ended(slots[i], position)]
             for i in ended:
                 row = slots[i]
                 assert row is not None
@@ -199,14 +223,39 @@ class Generator:
             for i in refilled:
                 slots[i] = queue.popleft()
             if refilled:
-                fresh = refilled
                 logits = session.refill(refilled, [list(r.request.input_ids) for i in refilled if (r := slots[i]) is not None])
+                ended = [i for i, position in zip(refilled, logits, strict=True) if self._ended(slots[i], position)]
                 continue
             slots = self._compact(slots)
             if not slots:
                 return
-            fresh = [i for i, row in enumerate(slots) if row is not None]
-            logits = session.decode([0 if row is None else row.ids[-1] for row in slots])[fresh]
+            ended = [i for i, over in enumerate(self._step(slots)) if over]
+
+    def _step(self, slots: Sequence[_Row | None]) -> list[bool]:
+        """One step of every row: a token each, or as many as were guessed right; which rows have ended."""
+        guesses = [self._guess(row) for row in slots]
+        last = [0 if row is None else row.ids[-1] for row in slots]
+        if not any(guesses):
+            logits = self.session.decode(last)
+            return [row is not None and row.take(position) for row, position in zip(slots, logits, strict=True)]
+        before = self.session.lengths
+        checked = self.session.verify([[token, *guess] for token, guess in zip(last, guesses, strict=True)])
+        kept, ended = list(before), [False] * len(slots)
+        for i, row in enumerate(slots):
+            if row is not None:
+                taken, ended[i] = row.take_while_right(checked[i], guesses[i])
+                kept[i] = before[i] + taken
+                self.guessed += len(guesses[i])
+                self.right += taken - 1
+        self.session.rewind(kept)
+        return ended
+
+    def _guess(self, row: _Row | None) -> list[int]:
+        """A guess for a row that fits the batch: padding is written for the others too."""
+        if row is None or not self.lookup:
+            return []
+        room = self.session.backend.max_length - max(self.session.lengths) - 1
+        return row.guess(min(self.lookup, room)) if room > 0 else []
 
     @staticmethod
     def _ended(row: _Row | None, logits: NDArray[np.float32]) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tformer_deploy.backends.cpu.opening import open_cpu
 from tformer_deploy.backends.onnxruntime import OnnxRuntimeBackend
 from tformer_deploy.backends.torch import bundle_backend
 from tformer_deploy.bundle import Bundle, open_bundle
@@ -36,6 +37,7 @@ from tformer_deploy.reference import Decoder
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tformer_deploy.backends.cpu.opening import ProfileName
     from tformer_deploy.config import ModelConfig
     from tformer_deploy.parity.bisection import Bisection
     from tformer_deploy.parity.oracle import Oracle
@@ -60,6 +62,7 @@ def check_bundle(
     on_progress: Callable[[str], None] = lambda _: None,
     text: tuple[str, Sequence[int]] | None = None,
     find_layer: bool = False,
+    profile: ProfileName = "portable",
 ) -> Report:
     """Compares every tensor exactly, then values on ONNX Runtime against the PyTorch reference.
 
@@ -71,6 +74,7 @@ def check_bundle(
         on_progress: Called with a few words at the start of each part.
         text: Name and ids of a text of which perplexity is compared too.
         find_layer: Look for the first layer in which a graph and the reference part.
+        profile: Which graphs run: the bundle's own, or those derived for this CPU.
 
     Raises:
         InputError: The bundle or the checkpoint cannot be read, or an id of ``text`` is not in the vocabulary.
@@ -91,7 +95,7 @@ def check_bundle(
         notes += _source_notes(bundle, checkpoint)
     values = _Values()
     if checkpoint is None or _same_shape(config, checkpoint.config):
-        values = _compare_values(bundle, checkpoint, plan, suite, on_progress)
+        values = _compare_values(bundle, checkpoint, plan, suite, profile, on_progress)
         if find_layer:
             on_progress("bisect")
             values.bisection = bisect(bundle, lambda: _reference(bundle, checkpoint), plan)
@@ -117,10 +121,22 @@ def check_bundle(
 
 
 def _compare_values(
-    bundle: Bundle, checkpoint: Checkpoint | None, plan: Plan, suite: Suite, on_progress: Callable[[str], None]
+    bundle: Bundle,
+    checkpoint: Checkpoint | None,
+    plan: Plan,
+    suite: Suite,
+    profile: ProfileName,
+    on_progress: Callable[[str], None],
 ) -> _Values:
     """Values on ONNX Runtime against the PyTorch reference, and what a reader must know about them."""
     values = _Values()
+    window = bundle.manifest.config.window
+    if window is not None and plan.longest <= window:
+        more = " Run the full suite." if suite == "quick" else ""
+        values.notes.append(
+            f"Windows of {window} tokens are longer than every row here ({plan.longest} at most): what they cut off was not "
+            f"compared.{more}"
+        )
     on_progress("PyTorch reference")
     # A config that differs is red already; the checkpoint's own decides what is right.
     oracle = _ask(_reference(bundle, checkpoint), plan)
@@ -130,7 +146,7 @@ def _compare_values(
     values.checks.append(judge("PyTorch reference", "values not finite", oracle.not_finite, 0, "=="))
     gc.collect()
     on_progress("ONNX Runtime")
-    _run(bundle, plan, oracle, suite, values, on_progress)
+    _run(bundle, plan, oracle, suite, profile, values, on_progress)
     gc.collect()  # the runtime's memory goes before the reference comes back
     if any(c.verdict == "red" for c in values.checks):
         on_progress("PyTorch's own rounding")
@@ -154,11 +170,13 @@ def _ask(reference: Decoder, plan: Plan) -> Oracle | str:
         return reason
 
 
-def _run(bundle: Bundle, plan: Plan, oracle: Oracle, suite: Suite, values: _Values, on_progress: Callable[[str], None]) -> None:
+def _run(
+    bundle: Bundle, plan: Plan, oracle: Oracle, suite: Suite, profile: ProfileName, values: _Values, on_progress: Callable[[str], None]
+) -> None:  # fmt: skip
     """Every comparison; a graph that the runtime refuses or cannot run is as red as a wrong value."""
     dtype = bundle.manifest.dtype
     try:
-        candidate = Candidate(OnnxRuntimeBackend(bundle), dtype, plan, oracle)
+        candidate = Candidate(open_cpu(bundle, profile=profile), dtype, plan, oracle)
         values.notes += candidate.backend.notes
         values.profile = candidate.profile
         values.checks += compare(candidate, suite, on_progress)

@@ -52,7 +52,7 @@ def ask(decoder: Decoder, plan: Plan) -> Oracle:
         logits.append(decoder(ids)[0].float().numpy())
         caches.append(row_cache(decoder, ids))
     greedy = [_greedy(decoder, row[:n], plan.greedy) for row, n in zip(plan.rows[:2], plan.lengths[:2], strict=True)]
-    edges = [decoder(torch.tensor([row.ids]))[0, row.prompt - 1 :].float().numpy().copy() for row in plan.edges]
+    edges = [_last(decoder, row.ids, row.steps + 1) for row in plan.edges]
     windows = () if plan.text is None else plan.text.windows
     text = [negative_log_likelihood(decoder(torch.tensor([w[:-1]]))[0].float().numpy(), w[1:]) for w in windows]
     return Oracle(logits, caches, greedy, edges, text)
@@ -71,6 +71,17 @@ def exact(
     double = decoder.double()
     rows = [torch.tensor([row]) for row in plan.rows]
     return [double(ids)[0].float().numpy() for ids in rows], [row_cache(double, ids) for ids in rows]
+
+
+def _last(decoder: Decoder, ids: tuple[int, ...], count: int) -> NDArray[np.float32]:
+    """Logits [count, V] of the last positions: a long row's others would take gigabytes."""
+    handle = decoder.norm.register_forward_pre_hook(lambda _, arguments: (arguments[0][:, -count:],))
+    try:
+        logits: NDArray[np.float32] = decoder(torch.tensor([ids]))[0].float().numpy()
+    finally:
+        handle.remove()
+    assert len(logits) == count
+    return logits
 
 
 def row_cache(decoder: Decoder, ids: torch.Tensor) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:

@@ -21,11 +21,13 @@ _GREEDY = 64
 # The two smallest capacities of a runtime's cache, and the model's own bound where it is no larger than this.
 _LARGEST_EDGE = 512
 _EDGE_STEPS = 2
+# A prefill beyond a window this long takes minutes and gigabytes; a longer window is not crossed, and the report says so.
+_LARGEST_WINDOW = 4096
 
 
 @dataclass(frozen=True)
 class EdgeRow:
-    """A row whose prompt ends at the edge of a capacity: its ``prompt`` first ids, and those that are decoded after it."""
+    """A row whose prompt ends at the edge of a capacity, or beyond a window: its ``prompt`` first ids, and those that are decoded after it."""
 
     ids: tuple[int, ...]
     prompt: int
@@ -46,7 +48,7 @@ class Plan:
         steps: Teacher-forced decode steps.
         capacity: Cache slots; the longest row ends exactly in the last one.
         greedy: Tokens generated greedily after the first two prompts.
-        edges: Rows that end at the edge of a capacity.
+        edges: Rows that end at the edge of a capacity, or beyond a window.
         text: A text of which perplexity is taken, or None.
     """
 
@@ -57,6 +59,11 @@ class Plan:
     greedy: int
     edges: tuple[EdgeRow, ...] = ()
     text: Text | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(row) for row in (*self.rows, *(edge.ids for edge in self.edges)))
 
 
 def make_plan(config: ModelConfig, max_length: int, suite: Suite, text: Text | None = None) -> Plan:
@@ -71,15 +78,18 @@ def make_plan(config: ModelConfig, max_length: int, suite: Suite, text: Text | N
     capacity = max(lengths) + steps
     greedy = max(0, min(_GREEDY, limit - max(lengths[:2])))
     edges = []
-    for prompt in _edge_lengths(limit) if suite == "full" else ():
+    for prompt in _edge_lengths(limit, config.window) if suite == "full" else ():
         ids = random.integers(0, config.vocab_size, min(prompt + _EDGE_STEPS, limit))
         edges.append(EdgeRow(tuple(int(i) for i in ids), prompt))
     return Plan(tuple(rows), lengths, steps, capacity, greedy, tuple(edges), text)
 
 
-def _edge_lengths(limit: int) -> list[int]:
-    """Capacity - 1, capacity and capacity + 1 of each of the capacities that are looked at."""
+def _edge_lengths(limit: int, window: int | None) -> list[int]:
+    """Capacity - 1, capacity and capacity + 1 of each of the capacities that are looked at, and one more than a window."""
     capacities = {capacity_bucket(n, limit) for n in (FIRST_BUCKET, FIRST_BUCKET + 1)}
     if limit <= _LARGEST_EDGE:
         capacities.add(limit)
-    return sorted({n for c in capacities for n in (c - 1, c, c + 1) if 1 <= n <= limit})
+    lengths = {n for c in capacities for n in (c - 1, c, c + 1)}
+    if window is not None and window <= _LARGEST_WINDOW:
+        lengths.add(window + 1)
+    return sorted(n for n in lengths if 1 <= n <= limit)

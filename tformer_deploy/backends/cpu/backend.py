@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Longer prompts go in pieces, a row at a time: what a layer computes for them would otherwise take more memory than the caches.
 CHUNK = 512
+# So many new tokens of several rows still go together, in the graph that serves single ones.
+FEW = 16
 
 
 class CpuBackend:
@@ -71,7 +73,8 @@ class CpuBackend:
     ) -> NDArray[np.float32]:
         """See :class:`Backend`."""
         assert isinstance(cache, OnnxRuntimeCache)
-        if input_ids.shape[1] == 1:
+        few = self._plan.folded and len(input_ids) > 1 and input_ids.shape[1] <= FEW
+        if input_ids.shape[1] == 1 or few:
             return self._run("decode", input_ids, past_lengths, logit_positions, cache)
         return np.concatenate(
             [

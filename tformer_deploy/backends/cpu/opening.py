@@ -13,10 +13,10 @@ from tformer_deploy.errors import ResourceError, StorageError, TformerError, Usa
 if TYPE_CHECKING:
     from tformer_deploy.bundle import Bundle
 
-Profile = Literal["auto", "portable", "cpu"]
+ProfileName = Literal["auto", "portable", "cpu"]
 
 
-def open_cpu(bundle: Bundle, threads: int | None = None, profile: Profile = "auto") -> OnnxRuntimeBackend | CpuBackend:
+def open_cpu(bundle: Bundle, threads: int | None = None, profile: ProfileName = "auto") -> OnnxRuntimeBackend | CpuBackend:
     """ONNX Runtime on the CPU.
 
     Args:

@@ -22,22 +22,25 @@ if TYPE_CHECKING:
 
 
 def edges(candidate: Candidate) -> list[Check]:
-    """Prompts of capacity - 1, capacity and capacity + 1 tokens and the tokens after them, for which the cache may have to
-    grow: against the oracle, and rows of one capacity together against each alone.
+    """Prompts of capacity - 1, capacity and capacity + 1 tokens, and of one more than a window, and the tokens after them,
+    for which the cache may have to grow: against the oracle, and rows of one capacity together against each alone.
     """
     rows = candidate.plan.edges
     alone = [_run(candidate, [row])[0] for row in rows]
+    groups = [group for group in _groups(candidate, rows) if len(group) > 1]
     worst = 0.0
-    for group in _groups(candidate, rows):
+    for group in groups:
         together = _run(candidate, [rows[i] for i in group])
         for i, logits in zip(group, together, strict=True):
             worst = worse(worst, max_abs(alone[i][: len(logits)], logits))
     lengths = ", ".join(str(row.prompt) for row in rows)
-    return [
+    checks = [
         judge("bucket edges", "rows compared", len(rows), 1, ">=", f"prompts of {lengths} tokens"),
         *against_oracle(candidate, "bucket edges", candidate.oracle.edges, alone),
-        judge("bucket edges, each row alone", "max abs", worst, candidate.gates.step),
     ]
+    if groups:
+        checks.append(judge("bucket edges, each row alone", "max abs", worst, candidate.gates.step))
+    return checks
 
 
 def _groups(candidate: Candidate, rows: Sequence[EdgeRow]) -> list[list[int]]:
