@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tformer_deploy.bundle import open_bundle
-from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError
-from tformer_deploy.generation import load_tokenizer
+from tformer_deploy.bundle.quantization import Calibration, Quantization, default_block
+from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError, UsageError
+from tformer_deploy.generation import Tokenizer, load_tokenizer
 from tformer_deploy.parity.text import read_beginning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tformer_deploy.backends.cpu.opening import ProfileName
+    from tformer_deploy.bundle.quantization import Kind
+    from tformer_deploy.checkpoints import Checkpoint
     from tformer_deploy.config import DType
     from tformer_deploy.parity import Report
+    from tformer_deploy.quantization.calibration import Rows
     from tformer_deploy.reference import Decoder
 
 
@@ -35,6 +39,10 @@ def export(
     bundle_path: str | Path,
     *,
     dtype: DType = "fp32",
+    quantize: Kind | None = None,
+    block: int | None = None,
+    head: Kind | None = None,
+    calibration: str | Path | None = None,
     max_length: int | None = None,
     check: bool = True,
     force: bool = False,
@@ -46,13 +54,18 @@ def export(
         decoder_or_path: A ``tformer_deploy.reference.Decoder``, or the path of a checkpoint of any supported family.
         bundle_path: Folder to write.
         dtype: dtype of weights and caches.
+        quantize: Matrices as ``int8`` or ``int4``, with one scale for each block of inputs; None: in ``dtype``.
+        block: Inputs that share a scale: 32, 64 or 128; None: as docs/quantization.md says.
+        head: ``int8`` or ``int4`` for the head; ``quantize`` where None.
+        calibration: A text or JSONL file of prompts that the matrices are rounded for; None: each value to the nearest.
         max_length: Bound on prompt + completion of a row; the checkpoint's own where None.
         check: Run the quick parity suite in a child process of its own.
         force: Replace an existing bundle.
         on_progress: Called with a few words at the start of each part.
 
     Raises:
-        InputError: The checkpoint is damaged or not supported.
+        InputError: The checkpoint is damaged or not supported, or the calibration cannot be used.
+        UsageError: ``block``, ``head`` or ``calibration`` without ``quantize``.
         ParityError: The check is red; nothing is left at ``bundle_path``.
     """
     if not isinstance(decoder_or_path, (str, Path)):
@@ -60,15 +73,37 @@ def export(
             path = Path(folder) / "decoder"
             decoder_or_path.save_pretrained(path)
             return export(
-                path, bundle_path, dtype=dtype, max_length=max_length, check=check, force=force, on_progress=on_progress
-            )
+                path, bundle_path, dtype=dtype, quantize=quantize, block=block, head=head, calibration=calibration,
+                max_length=max_length, check=check, force=force, on_progress=on_progress,
+            )  # fmt: skip
     exporter, checkpoints = load("tformer_deploy.exporters.onnx", "export"), load("tformer_deploy.checkpoints", "export")
     checkpoint = checkpoints.open_checkpoint(decoder_or_path, max_length)
+    quantization, rows = _quantization(checkpoint, quantize, block, head, None if calibration is None else Path(calibration))
     verify = (lambda folder: check_in_child(folder, Path(decoder_or_path))) if check else None
     written: Path = exporter.export_bundle(
-        checkpoint, bundle_path, dtype=dtype, max_length=max_length, force=force, verify=verify, on_progress=on_progress
-    )
+        checkpoint, bundle_path, dtype=dtype, quantization=quantization, calibration=rows, max_length=max_length, force=force,
+        verify=verify, on_progress=on_progress,
+    )  # fmt: skip
     return written
+
+
+def _quantization(
+    checkpoint: Checkpoint, kind: Kind | None, block: int | None, head: Kind | None, calibration: Path | None
+) -> tuple[Quantization | None, Rows | None]:
+    """What is quantised and how, and the rows that it is rounded for."""
+    if kind is None:
+        given = {"--block": block, "--head": head, "--calibration": calibration}
+        if names := [name for name, value in given.items() if value is not None]:
+            raise UsageError(f"{names[0]} says how to quantise, and nothing is quantised.", "Give --quantize int8 or int4 too.")
+        return None, None
+    rows, record = None, None
+    if calibration is not None:
+        module = load("tformer_deploy.quantization.calibration", "export")
+        data = checkpoint.assets().get("tokenizer.json")
+        encode = None if data is None else Tokenizer(data).encode
+        rows = module.calibration_rows(calibration, encode, checkpoint.config, checkpoint.config.max_length)
+        record = Calibration(calibration.name, len(rows), sum(map(len, rows)))
+    return Quantization(kind, head or kind, block or default_block(kind, calibration is not None), record), rows
 
 
 def check(

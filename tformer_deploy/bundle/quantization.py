@@ -49,9 +49,23 @@ class Quantization:
     block: int
     calibration: Calibration | None = None
 
+    @property
+    def sentence(self) -> str:
+        """For a reader."""
+        head = "" if self.head == self.kind else f", the head in {self.head}"
+        known = "each value rounded to the nearest; nothing was known of activations"
+        if self.calibration is not None:
+            known = f"rounded for {self.calibration.tokens} tokens of {self.calibration.name}"
+        return f"Matrices in {self.kind}, blocks of {self.block}{head}: {known}."
+
     def kind_of(self, name: str) -> Kind:
         """Of one matrix."""
         return self.head if name == HEAD else self.kind
+
+
+def default_block(kind: Kind, calibrated: bool) -> int:
+    """Inputs that share a scale where nobody says how many; docs/quantization.md has the measurements."""
+    return 128 if kind == "int4" and calibrated else 32
 
 
 def block_for(width: int, largest: int) -> int:

@@ -30,6 +30,10 @@ _READERS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Tokens of the calibration that go through a block together.
+_TOGETHER = 2048
+
+
 class WeightSource(Protocol):
     """A model's weights in our names and layout, one at a time (``checkpoints.Checkpoint``)."""
 
@@ -115,7 +119,7 @@ class _Calibrated:
 
     def __init__(self, source: WeightSource, quantization: Quantization, rows: Rows) -> None:
         self.source, self.quantization = source, quantization
-        self.rows = [torch.tensor([row]) for row in rows]
+        self.rows = _stacked(rows)
         with torch.device("meta"):
             self.decoder = Decoder(untied(source.config)).eval().double()
         self.states: list[Tensor] = []
@@ -199,6 +203,17 @@ class _Calibrated:
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.copy_(self.source.read(f"{prefix}.{name}", torch.float32))
+
+
+def _stacked(rows: Rows) -> list[Tensor]:
+    """Neighbouring rows of one length together, [B, S] each."""
+    stacks: list[list[tuple[int, ...]]] = []
+    for row in rows:
+        if stacks and len(stacks[-1][0]) == len(row) and (len(stacks[-1]) + 1) * len(row) <= _TOGETHER:
+            stacks[-1].append(row)
+        else:
+            stacks.append([row])
+    return [torch.tensor(stack) for stack in stacks]
 
 
 class _Moments:
