@@ -23,12 +23,16 @@ from tformer_deploy.config import DTYPES, DType
 @click.option("--dtype", type=click.Choice(DTYPES), default="fp32", show_default=True, help="dtype of weights and caches.")
 @click.option("--quantize", type=click.Choice(KINDS), default=None, help="Store matrices as whole numbers and scales.")
 @click.option(
-    "--block", type=click.Choice([str(b) for b in BLOCKS]), default=None,
+    "--block",
+    type=click.Choice([str(b) for b in BLOCKS]),
+    default=None,
     help="Inputs that share a scale.  [default: 128 for calibrated int4, else 32]",
 )
 @click.option("--head", type=click.Choice(KINDS), default=None, help="Of the head alone.  [default: as --quantize]")
 @click.option(
-    "--calibration", type=click.Path(path_type=Path), default=None,
+    "--calibration",
+    type=click.Path(path_type=Path),
+    default=None,
     help="A UTF-8 text, or JSONL prompts, that the matrices are rounded for.",
 )
 @click.option(

@@ -57,7 +57,7 @@ def pad_inputs(weight: Tensor, block: int) -> Tensor:
     return F.pad(weight, (0, 0, 0, -len(weight) % block))
 
 
-def quantize(weight: Tensor, kind: Kind, block: int, importance: Tensor | None = None) -> Quantized:
+def quantize(weight: Tensor, kind: Kind, block: int, importance: Tensor | None = None, search: bool = True) -> Quantized:
     """Rounds to nearest under the scales of :func:`find_scales`.
 
     Args:
@@ -65,21 +65,20 @@ def quantize(weight: Tensor, kind: Kind, block: int, importance: Tensor | None =
         kind: ``int8`` or ``int4``.
         block: Inputs that share a scale, a power of two.
         importance: As :func:`find_scales`.
+        search: False takes the scale that just holds a block's largest value.
     """
     weight = pad_inputs(weight.float(), block)
-    scales = find_scales(weight, kind, block, importance)
+    scales = find_scales(weight, kind, block, importance, search)
     low, high = LEVELS[kind]
     values = torch.empty(weight.shape, dtype=torch.int8)
     for first, last in _columns(weight):
-        blocks = weight[:, first:last].view(len(scales), block, -1) if last - first == weight.shape[1] else None
-        if blocks is None:
-            blocks = weight[:, first:last].contiguous().view(len(scales), block, -1)
+        blocks = weight[:, first:last].reshape(len(scales), block, -1)
         rounded = (blocks / scales[:, None, first:last]).round_().clamp_(low, high)
         values[:, first:last] = rounded.view(len(weight), -1).to(torch.int8)
     return Quantized(values, scales)
 
 
-def find_scales(weight: Tensor, kind: Kind, block: int, importance: Tensor | None = None) -> Tensor:
+def find_scales(weight: Tensor, kind: Kind, block: int, importance: Tensor | None = None, search: bool = True) -> Tensor:
     """The scale of each block with the least error, [K / block, N] float32.
 
     Args:
@@ -87,6 +86,7 @@ def find_scales(weight: Tensor, kind: Kind, block: int, importance: Tensor | Non
         kind: ``int8`` or ``int4``.
         block: Inputs that share a scale, a power of two.
         importance: How much an error at each input counts, [K] (the mean square of what arrives there); all alike where None.
+        search: False takes the scale that just holds a block's largest value.
     """
     n_blocks = len(weight) // block
     scales = torch.empty((n_blocks, weight.shape[1]), dtype=torch.float32)
@@ -95,17 +95,17 @@ def find_scales(weight: Tensor, kind: Kind, block: int, importance: Tensor | Non
         counts = F.pad(importance.float(), (0, len(weight) - len(importance))).view(n_blocks, block, 1)
     for first, last in _columns(weight):
         blocks = weight[:, first:last].reshape(n_blocks, block, -1).float()
-        scales[:, first:last] = _best_scales(blocks, kind, counts)
+        scales[:, first:last] = _best_scales(blocks, kind, counts, _SHARES[kind] if search else (1.0,))
     return scales
 
 
-def _best_scales(blocks: Tensor, kind: Kind, counts: Tensor | None) -> Tensor:
+def _best_scales(blocks: Tensor, kind: Kind, counts: Tensor | None, shares: tuple[float, ...]) -> Tensor:
     low, high = LEVELS[kind]
     whole = (blocks.abs().amax(1) / high).clamp_min_(_SMALLEST)
-    if len(_SHARES[kind]) == 1:
+    if len(shares) == 1:
         return whole
     best, least = whole, torch.full_like(whole, torch.inf)
-    for share in _SHARES[kind]:
+    for share in shares:
         scale = whole * share
         error = (blocks / scale[:, None]).round_().clamp_(low, high).mul_(scale[:, None]).sub_(blocks).square_()
         total = _sum_of_inputs(error if counts is None else error.mul_(counts))
