@@ -35,7 +35,11 @@ def rows_of(tmp_path, name: str, content: str | bytes, **changes) -> tuple[tuple
 
 def test_rows_when_a_text_is_given_then_are_neighbouring_pieces_of_all_of_it(tmp_path):
     text = "".join(chr(32 + i % 90) for i in range(600))
-    assert rows_of(tmp_path, "t.txt", text) == (tuple(encode(text[:256])), tuple(encode(text[256:512])), tuple(encode(text[512:])))
+    assert rows_of(tmp_path, "t.txt", text) == (
+        tuple(encode(text[:256])),
+        tuple(encode(text[256:512])),
+        tuple(encode(text[512:])),
+    )
     assert [len(row) for row in rows_of(tmp_path, "t.txt", text, max_length=100)] == [100] * 6
 
 
@@ -114,7 +118,9 @@ def checkpoint_of(config: ModelConfig, tmp_path):
     return open_checkpoint(tmp_path / "checkpoint")
 
 
-ROWS = tuple(tuple(int(i) for i in torch.randint(0, 131, (n,), generator=torch.Generator().manual_seed(n))) for n in (40, 40, 9, 64, 2))
+ROWS = tuple(
+    tuple(int(i) for i in torch.randint(0, 131, (n,), generator=torch.Generator().manual_seed(n))) for n in (40, 40, 9, 64, 2)
+)
 
 
 @pytest.mark.parametrize("rows", [None, ROWS], ids=["nearest", "calibrated"])
@@ -139,7 +145,9 @@ class _Inputs:
     def __init__(self, decoder: Decoder, name: str) -> None:
         seen: list[torch.Tensor] = []
         module = decoder.get_submodule(name.removesuffix(".weight"))
-        handle = module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].reshape(-1, arguments[0].shape[-1])))
+        handle = module.register_forward_pre_hook(
+            lambda _, arguments: seen.append(arguments[0].reshape(-1, arguments[0].shape[-1]))
+        )
         with torch.inference_mode():
             for row in ROWS:
                 decoder(torch.tensor([row]))
@@ -183,7 +191,9 @@ LAYOUTS: dict[str, ModelConfig] = {
     "parallel, one norm, partial rotary": replace(SMALL, residual="parallel_shared", norm="layernorm", rope=RopeConfig(dim=8)),
     "parallel, two norms": replace(SMALL, residual="parallel", qkv_bias=True),
     "norms behind only": replace(SMALL, pre_norm=False, post_norm=True, qk_norm="width"),
-    "norms on both sides, soft caps": replace(SMALL, post_norm=True, attention_softcap=20.0, logit_softcap=30.0, embedding_scale=7.0),
+    "norms on both sides, soft caps": replace(
+        SMALL, post_norm=True, attention_softcap=20.0, logit_softcap=30.0, embedding_scale=7.0
+    ),
     "windows": replace(SMALL, window=8, window_layers=(0,), window_rope=RopeConfig(theta=500.0), qk_norm="head"),
     "alibi": replace(SMALL, positions="alibi", rope=None, gated=False, activation="gelu", embedding_norm=True),
     "one kv head, untied": replace(SMALL, n_kv_heads=1, tied=False, logit_scale=0.5, nope_layers=(1,)),

@@ -62,7 +62,9 @@ def test_quantize_when_the_scale_just_holds_the_largest_value_then_no_value_is_o
 
 def test_scales_when_searched_then_no_block_is_worse_and_most_are_better():
     weight = matrix(256, 40)
-    errors = [(weight - quantize(weight, "int4", 128, search=s).dequantized()).square().view(2, 128, 40).sum(1) for s in (True, False)]
+    errors = [
+        (weight - quantize(weight, "int4", 128, search=s).dequantized()).square().view(2, 128, 40).sum(1) for s in (True, False)
+    ]
     assert (errors[0] <= errors[1] * 1.00001).all()
     assert float((errors[0] < errors[1] * 0.99).float().mean()) > 0.8
 
