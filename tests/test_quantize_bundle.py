@@ -235,7 +235,7 @@ def test_reference_of_a_quantised_bundle_when_compared_with_the_checkpoint_then_
 def test_session_when_quantised_then_prefill_and_decode_go_together(bundle, profile):
     session = open_bundle(bundle).session(threads=1, profile=profile)
     rows = [[5, 9, 3, 70], [8, 1], [30]]
-    once = session.prefill([row + [11] for row in rows])
+    once = session.prefill([[*row, 11] for row in rows])
     session.prefill(rows)
     twice = session.decode([11, 11, 11])
     assert np.abs(once - twice).max() < 0.05 * np.abs(once).max()

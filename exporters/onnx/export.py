@@ -24,11 +24,12 @@ from tformer_deploy.exporters.onnx.weights import bundle_tensors, weights_size, 
 from tformer_deploy.quantization import dump_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tformer_deploy.bundle.quantization import Quantization
     from tformer_deploy.config import DType, ModelConfig
     from tformer_deploy.exporters.onnx.source import ExportSource
+    from tformer_deploy.quantization import StoredTensor
     from tformer_deploy.quantization.calibration import Rows
 
 _VERSIONED = ("tformer-deploy", "torch", "onnx", "onnx-ir", "onnxscript")
@@ -41,6 +42,7 @@ def export_bundle(
     dtype: DType = "fp32",
     quantization: Quantization | None = None,
     calibration: Rows | None = None,
+    stored: Iterator[StoredTensor] | None = None,
     max_length: int | None = None,
     force: bool = False,
     inside_source: bool = False,
@@ -55,6 +57,7 @@ def export_bundle(
         dtype: dtype of weights and caches.
         quantization: How matrices are stored; None: in ``dtype``.
         calibration: Ids that the matrices are rounded for, where ``quantization`` says that there are any.
+        stored: The tensors as they are to be stored, in the order of the file, where they have been rounded before.
         max_length: Bound on prompt + completion, at most the checkpoint's; its own where None.
         force: Replace an existing bundle.
         inside_source: Allow ``path`` inside the source's folder (a bundle derived from a bundle).
@@ -69,7 +72,7 @@ def export_bundle(
     path = Path(path)
     say = on_progress or (lambda _: None)
     refuse_existing(path, force)
-    if quantization is not None and dtype != "fp32":
+    if quantization is not None and dtype != "fp32" and stored is None:
         raise UsageError(
             f"--quantize goes with --dtype fp32, not {dtype}: activations and caches of a quantised bundle are fp32.",
             "Leave --dtype out.",
@@ -80,8 +83,8 @@ def export_bundle(
     with new_folder(path, force) as folder:
         _require_space(folder, weights_size(checkpoint.config, dtype, quantization))
         say("weights")
-        stored = bundle_tensors(checkpoint, dtype, quantization, calibration, say)
-        tensors, weights = write_weights(folder / WEIGHTS, stored)
+        made = bundle_tensors(checkpoint, dtype, quantization, calibration, say)
+        tensors, weights = write_weights(folder / WEIGHTS, made if stored is None else stored)
         build_id = _build_id(config, dtype, weights)
         for phase in PHASES:
             say(f"{phase} graph")

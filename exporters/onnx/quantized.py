@@ -91,6 +91,8 @@ def _widen(graph: ir.Graph, table: ir.Value, record: TensorRecord) -> None:
     assert not others
     wide, stored = table.dtype, IR_DTYPES[record.dtype]
     assert wide is not None
+    if wide == stored:
+        return
     table.dtype = stored
     looked_up = gather.outputs[0]
     cast = ir.node("Cast", [looked_up], {"to": wide}, name=f"{EMBEDDING}.cast")
