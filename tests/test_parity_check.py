@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import pytest
 from conftest import LLAMA_LIKE, hot_decoder
 
@@ -169,6 +170,24 @@ def test_check_when_suite_is_full_then_rows_meet_a_buckets_edge(llama_bundle, ll
     assert report.passed
     assert report.suite == "full"
     assert next(c for c in report.checks if c.group == "prefill, ragged batch").detail == "382 positions"
+
+
+def test_check_when_a_graph_gives_logits_of_another_shape_then_is_red_without_a_traceback(
+    capsys, llama_bundle, llama_checkpoint, tmp_path
+):
+    """Sealed on purpose: every row gets the first row's logits, and one of them is enough."""
+    shutil.copytree(llama_bundle, tmp_path / "b")
+    model = onnx.load(tmp_path / "b" / "prefill.onnx", load_external_data=False)
+    node = next(n for n in model.graph.node if "logits" in n.output)
+    node.output[0] = "all_logits"
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0], np.int64), "first"))
+    model.graph.node.append(onnx.helper.make_node("Gather", ["all_logits", "first"], ["logits"], axis=0))
+    (tmp_path / "b" / "prefill.onnx").write_bytes(model.SerializeToString())
+    seal(tmp_path / "b")
+    code, out, err = run(capsys, tmp_path / "b", "--checkpoint", llama_checkpoint, "--bisect", "--json")
+    assert code == 1
+    assert {c["group"] for c in strict(out)["checks"] if c["verdict"] == "red"} == {"graphs"}
+    assert "defect" not in err
 
 
 def test_export_when_the_graphs_are_wrong_then_leaves_no_bundle(monkeypatch, llama_checkpoint, tmp_path):

@@ -23,7 +23,7 @@ from tformer_deploy.parity import check_bundle
 from tformer_deploy.parity.candidate import Candidate
 from tformer_deploy.parity.comparisons import compare
 from tformer_deploy.parity.comparisons.edges import edges
-from tformer_deploy.parity.comparisons.greedy import _judge as judge_tokens
+from tformer_deploy.parity.comparisons.greedy import judge_tokens
 from tformer_deploy.parity.comparisons.levels import levels, trace
 from tformer_deploy.parity.comparisons.slots import reused
 from tformer_deploy.parity.comparisons.two_ways import two_turns
@@ -346,10 +346,10 @@ def test_check_when_the_reference_fails_then_is_red_with_its_reason_and_exit_1(
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr("tformer_deploy.reference.decoder.Decoder.forward", fail)
-    code = cli.run(["check", str(llama_bundle), "--checkpoint", str(llama_checkpoint), "--json"])
+    code = cli.run(["check", str(llama_bundle), "--checkpoint", str(llama_checkpoint), "--json", "--bisect"])
     captured = capsys.readouterr()
     report = json.loads(captured.out)
-    assert (code, report["verdict"]) == (1, "red")
+    assert (code, report["verdict"], report["bisection"]) == (1, "red", None)
     (check,) = [c for c in report["checks"] if c["verdict"] == "red"]
     assert (check["group"], check["metric"]) == ("PyTorch reference", "ran to the end")
     assert check["detail"] == "RuntimeError: no such kernel"

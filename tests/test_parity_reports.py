@@ -498,7 +498,7 @@ def test_check_when_a_report_would_hurt_something_then_exit_2_before_anything_is
     os.mkfifo(tmp_path / "pipe")
     before = sorted(p.name for p in bundle.iterdir())
     for path in (
-        bundle / "manifest.json", bundle / "new.json", bundle, bundle / "engines" / ".." / "x", checkpoint / "config.json",
+        bundle / "manifest.json", bundle / "new.json", bundle, bundle / "engines" / ".." / "x", bundle / "engines" / "x", bundle / "reports", checkpoint / "config.json",
         checkpoint / "x.json", tmp_path / "link", tmp_path / "folder", tmp_path / "pipe", Path("/dev/null"),
     ):  # fmt: skip
         code, out, err = check(capsys, bundle, "--checkpoint", checkpoint, flag, path)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from conftest import LLAMA_LIKE, ROOT, hot_decoder
 
-from tformer_deploy import api, cli
+from tformer_deploy import cli
 from tformer_deploy.backends.torch import TorchBackend
+from tformer_deploy.bundle import open_bundle
+from tformer_deploy.bundle.seal import seal
 from tformer_deploy.errors import InputError
 from tformer_deploy.generation import load_tokenizer
 from tformer_deploy.parity.candidate import Candidate
@@ -23,6 +27,7 @@ from tformer_deploy.parity.metrics import negative_log_likelihood
 from tformer_deploy.parity.oracle import ask
 from tformer_deploy.parity.plan import Plan, make_plan
 from tformer_deploy.parity.text import WINDOW, WINDOWS, Text, cut, read_beginning
+from tformer_deploy.reference import Decoder
 
 DECODE, PREFILL = "decode: distance of the ratio from 1", "prefill: distance of the ratio from 1"
 
@@ -162,47 +167,55 @@ def test_beginning_when_the_file_is_no_text_then_is_refused_by_name(tmp_path, co
 
 
 @pytest.fixture(scope="module")
-def shakespeare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample, which has a tokenizer."""
-    return api.export(ROOT / "samples" / "shakespeare", tmp_path_factory.mktemp("text") / "b", check=False)
+def talker(llama_bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with a tokenizer: bytes below 131, one id each."""
+    path = tmp_path_factory.mktemp("text") / "b"
+    shutil.copytree(llama_bundle, path)
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[: LLAMA_LIKE.vocab_size]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    (path / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
+    seal(path)
+    return path
 
 
-def test_check_when_a_text_is_given_then_its_perplexity_is_in_the_report(capsys, shakespeare, tmp_path):
-    source = ROOT / "README.md"
-    code = cli.run(
-        ["check", str(shakespeare), "--checkpoint", str(ROOT / "samples" / "shakespeare"), "--text", str(source), "--json"]
-    )
+def test_check_when_a_text_is_given_then_its_perplexity_is_in_the_report(capsys, talker, llama_checkpoint):
+    source = ROOT / "LICENSE"
+    code = cli.run(["check", str(talker), "--checkpoint", str(llama_checkpoint), "--text", str(source), "--json"])
     report = json.loads(capsys.readouterr().out)
     assert code == 0
     checks = {c["metric"]: c for c in report["checks"] if c["group"] == "perplexity"}
     assert set(checks) == {"tokens compared", PREFILL, DECODE}
     assert checks[PREFILL]["gate"] == GATES["fp32"].perplexity
-    from tformer_deploy.bundle import open_bundle
+    assert checks["tokens compared"]["value"] == WINDOWS * (WINDOW - 1)
+    # The figure itself, from the ids and the checkpoint.
+    ids = load_tokenizer(open_bundle(talker)).encode(source.read_text("utf-8"))[: WINDOW * WINDOWS]
+    decoder, likelihoods = Decoder.from_pretrained(llama_checkpoint), []
+    with torch.inference_mode():
+        for start in range(0, len(ids), WINDOW):
+            window = torch.tensor([ids[start : start + WINDOW]])
+            logits = decoder(window)[0, : WINDOW // 2].double()
+            likelihoods.append(torch.nn.functional.cross_entropy(logits, window[0, 1 : WINDOW // 2 + 1], reduction="none"))
+    assert f"against {float(torch.cat(likelihoods).mean().exp()):.6g}" in checks[PREFILL]["detail"]
 
-    encoded = load_tokenizer(open_bundle(shakespeare)).encode(source.read_text("utf-8"))
-    width = open_bundle(shakespeare).manifest.max_length
-    assert checks["tokens compared"]["value"] == min(len(encoded), WINDOWS * min(WINDOW, width)) - WINDOWS
 
-
-def test_check_when_the_text_is_empty_then_is_red_and_exit_1(capsys, shakespeare, tmp_path):
+def test_check_when_the_text_is_empty_then_is_red_and_exit_1(capsys, talker, llama_checkpoint, tmp_path):
     (tmp_path / "empty.txt").touch()
-    code = cli.run(
-        ["check", str(shakespeare), "--checkpoint", str(ROOT / "samples" / "shakespeare"), "--text", str(tmp_path / "empty.txt")]
-    )
+    code = cli.run(["check", str(talker), "--checkpoint", str(llama_checkpoint), "--text", str(tmp_path / "empty.txt")])
     assert code == 1
     assert "tokens compared" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fault", ["no tokenizer", "no file", "a folder", "not UTF-8"])
 def test_check_when_the_text_cannot_be_used_then_exit_3_and_says_why(
-    capsys, llama_bundle, llama_checkpoint, shakespeare, tmp_path, fault
+    capsys, llama_bundle, llama_checkpoint, talker, tmp_path, fault
 ):
     path = tmp_path / "t.txt"
     if fault in ("no tokenizer", "not UTF-8"):
         path.write_bytes(b"text" if fault == "no tokenizer" else b"\xff\xfe\0")
     if fault == "a folder":
         path.mkdir()
-    bundle = llama_bundle if fault == "no tokenizer" else shakespeare
+    bundle = llama_bundle if fault == "no tokenizer" else talker
     code = cli.run(["check", str(bundle), "--checkpoint", str(llama_checkpoint), "--text", str(path)])
     error = capsys.readouterr().err
     assert code == 3

@@ -177,8 +177,8 @@ def test_cache_when_bound_as_past_and_present_then_is_updated_in_place(llama_bun
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 2
         decode = onnxruntime.InferenceSession(str(llama_bundle / "decode.onnx"), options, providers=["CPUExecutionProvider"])
-        backend = open_bundle(llama_bundle).session().backend
-        backend._sessions["decode"] = decode  # type: ignore[attr-defined]
+        backend = open_bundle(llama_bundle).session(profile="portable").backend
+        backend._graph("decode")._session = decode  # type: ignore[attr-defined]
         cache = backend.allocate(2, 32)
         if not share:
             feeds = {"input_ids": np.array([[1], [2]]), "past_lengths": np.array([3, 4]), "logit_positions": np.array([[0], [0]])}
@@ -194,7 +194,7 @@ def test_cache_when_bound_as_past_and_present_then_is_updated_in_place(llama_bun
 
 @pytest.mark.parametrize(
     ("template", "code"),
-    [("{{ ''.__class__.__mro__ }}", 3), ("{% for a in range(10**9) %}{% for b in range(10**9) %}{% endfor %}{% endfor %}", 3),
+    [("{{ ''.__class__.__mro__ }}", 3), ("{% for a in range(10**9) %}{% for b in range(10**9) %}{% endfor %}{% endfor %}", 6),
      ("{{ 'a' * 10**10 }}", 6), ("{% if %}", 3), ("{{ raise_exception('no system role') }}", 3)],
 )  # fmt: skip
 def test_chat_template_when_hostile_then_is_stopped(template: str, code: int):

@@ -1,74 +1,24 @@
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+from sampling_rule import draws, goldens, slow_sample
 
 from tformer_deploy.errors import UsageError
 from tformer_deploy.generation.sampling import SamplingOptions, kept, row_seed, sample, uniform
 
-GOLDENS = Path(__file__).parent / "goldens" / "sampling.json"
-
-
-def slow_sample(logits, temperature, top_k, top_p, min_p, penalty, seed, position, history):
-    """The documented rule again, in plain Python over lists."""
-    scores = [float(x) for x in logits]
-    for i in set(history) if penalty != 1 else ():
-        scores[i] = scores[i] / penalty if scores[i] > 0 else scores[i] * penalty
-    if temperature == 0:
-        return max(range(len(scores)), key=lambda i: (scores[i], -i))
-    scores = [s / temperature for s in scores]
-    ids = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
-    if top_k:
-        ids = [i for i in ids if scores[i] >= scores[ids[min(top_k, len(ids)) - 1]]]
-
-    def shares(ids):
-        top = max(scores[i] for i in ids)
-        weights = [math.exp(scores[i] - top) for i in ids]
-        return [w / sum(weights) for w in weights]
-
-    if top_p < 1:
-        total, keep = 0.0, []
-        for i, p in zip(ids, shares(ids), strict=True):
-            if keep and total >= top_p:
-                break
-            keep.append(i)
-            total += p
-        ids = keep
-    if min_p:
-        p = shares(ids)
-        ids = [i for i, x in zip(ids, p, strict=True) if x >= min_p * p[0]]
-    u = np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
-    total = 0.0
-    for i, p in zip(ids, shares(ids), strict=True):
-        total += p
-        if total > u:
-            return i
-    return ids[-1]
-
 
 def test_sample_when_compared_with_the_published_goldens_then_gives_the_same_ids():
-    for case in json.loads(GOLDENS.read_text()):
-        logits = (
-            np.random.Generator(np.random.Philox(key=case["logits_key"])).standard_normal(case["vocab"]).astype(np.float32) * 3
-        )
+    for case, logits in goldens():
         options = SamplingOptions(**case["options"])
         assert [sample(logits, options, case["seed"], p, case["history"]) for p in range(8)] == case["ids"], case
 
 
 def test_sample_when_compared_with_the_slow_rule_then_agrees():
-    random = np.random.default_rng(0)
-    for case in range(300):
-        logits = (random.standard_normal(random.integers(2, 60)) * 3).astype(np.float32).round(1)  # rounded: ties happen
-        knobs = (
-            float(random.choice([0, 0.3, 1.0, 2.5])), int(random.integers(0, 70)), float(random.choice([0.0, 0.3, 0.9, 1.0])),
-            float(random.choice([0.0, 0.1])), float(random.choice([1.0, 1.3])),
-        )  # fmt: skip
-        history = random.integers(0, len(logits), 5).tolist()
-        assert sample(logits, SamplingOptions(*knobs), case, 7, history) == slow_sample(logits, *knobs, case, 7, history)
+    for seed, (logits, options, history) in enumerate(draws(300)):
+        assert sample(logits, options, seed, 7, history) == slow_sample(logits, options, seed, 7, history)
 
 
 @pytest.mark.parametrize(("top_p", "size"), [(0.6, 2), (0.85, 3), (1.0, 4), (0.0, 1)])

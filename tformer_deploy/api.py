@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.quantization import Calibration, Quantization, default_block
 from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError, UsageError
-from tformer_deploy.generation import Tokenizer, load_tokenizer
+from tformer_deploy.generation import load_tokenizer
 from tformer_deploy.parity.text import read_beginning
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from tformer_deploy.backends.cpu.opening import ProfileName
     from tformer_deploy.bundle.quantization import Kind
-    from tformer_deploy.checkpoints import Checkpoint
-    from tformer_deploy.config import DType
+    from tformer_deploy.config import DType, ModelConfig
+    from tformer_deploy.generation import Tokenizer
     from tformer_deploy.parity import Report
     from tformer_deploy.quantization.calibration import Rows
     from tformer_deploy.reference import Decoder
@@ -47,6 +47,7 @@ def export(
     check: bool = True,
     force: bool = False,
     on_progress: Callable[[str], None] | None = None,
+    on_warning: Callable[[str], None] | None = None,
 ) -> Path:
     """Exports a model to a bundle and checks it against PyTorch before the bundle appears.
 
@@ -62,6 +63,7 @@ def export(
         check: Run the quick parity suite in a child process of its own.
         force: Replace an existing bundle.
         on_progress: Called with a few words at the start of each part.
+        on_warning: Called, when all went well, with each thing that is odd about the checkpoint but not refused.
 
     Raises:
         InputError: The checkpoint is damaged or not supported, or the calibration cannot be used.
@@ -74,22 +76,32 @@ def export(
             decoder_or_path.save_pretrained(path)
             return export(
                 path, bundle_path, dtype=dtype, quantize=quantize, block=block, head=head, calibration=calibration,
-                max_length=max_length, check=check, force=force, on_progress=on_progress,
+                max_length=max_length, check=check, force=force, on_progress=on_progress, on_warning=on_warning,
             )  # fmt: skip
-    exporter, checkpoints = load("tformer_deploy.exporters.onnx", "export"), load("tformer_deploy.checkpoints", "export")
-    checkpoint = checkpoints.open_checkpoint(decoder_or_path, max_length)
-    quantization, rows = _quantization(checkpoint, quantize, block, head, None if calibration is None else Path(calibration))
+    checkpoint = load("tformer_deploy.checkpoints", "export").open_checkpoint(decoder_or_path, max_length)
+    tokenizer = load_tokenizer(checkpoint)  # refuses one that no run could load
+    exporter = load("tformer_deploy.exporters.onnx", "export")  # after it: a bad checkpoint is refused before torch is loaded
+    text = None if calibration is None else Path(calibration)
+    quantization, rows = _quantization(checkpoint.config, tokenizer, quantize, block, head, text)
+    stored = sorted({spec.dtype for spec in checkpoint.tensors.values()} - {dtype})
+    if stored and on_progress is not None:
+        rest = "every weight" if quantization is None else "what is not quantised"
+        on_progress(f"the checkpoint stores {' and '.join(stored)}; the bundle holds {rest} in {dtype}")
     verify = (lambda folder: check_in_child(folder, Path(decoder_or_path))) if check else None
     written: Path = exporter.export_bundle(
         checkpoint, bundle_path, dtype=dtype, quantization=quantization, calibration=rows, max_length=max_length, force=force,
         verify=verify, on_progress=on_progress,
     )  # fmt: skip
+    if on_warning is not None:
+        for warning in checkpoint.warnings:
+            on_warning(warning)
     return written
 
 
 def _quantization(
-    checkpoint: Checkpoint, kind: Kind | None, block: int | None, head: Kind | None, calibration: Path | None
-) -> tuple[Quantization | None, Rows | None]:
+    config: ModelConfig, tokenizer: Tokenizer | None, kind: Kind | None, block: int | None, head: Kind | None,
+    calibration: Path | None,
+) -> tuple[Quantization | None, Rows | None]:  # fmt: skip
     """What is quantised and how, and the rows that it is rounded for."""
     if kind is None:
         given = {"--block": block, "--head": head, "--calibration": calibration}
@@ -99,9 +111,7 @@ def _quantization(
     rows, record = None, None
     if calibration is not None:
         module = load("tformer_deploy.quantization.calibration", "export")
-        data = checkpoint.assets().get("tokenizer.json")
-        encode = None if data is None else Tokenizer(data).encode
-        rows = module.calibration_rows(calibration, encode, checkpoint.config, checkpoint.config.max_length)
+        rows = module.calibration_rows(calibration, None if tokenizer is None else tokenizer.encode, config, config.max_length)
         record = Calibration(calibration.name, len(rows), sum(map(len, rows)))
     return Quantization(kind, head or kind, block or default_block(kind, calibration is not None), record), rows
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from tformer_deploy.errors import ResourceError, StorageError, TformerError
+from tformer_deploy.errors import ResourceError, StorageError, TformerError, printable
 
 # Command name → module in tformer_deploy.commands, imported only when it is asked for: `generate` needs no torch.
 COMMANDS = {
@@ -82,6 +82,12 @@ def run(arguments: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
+class _DefectError(TformerError):
+    """Any other exception: not the user's fault (exit 1)."""
+
+    exit_code = 1
+
+
 def _report(error: Exception) -> int:
     if isinstance(error, OSError) and not isinstance(error, TformerError):
         where = f" ({error.filename})" if error.filename else ""
@@ -89,16 +95,17 @@ def _report(error: Exception) -> int:
         error = StorageError(f"{error.strerror or error}{where}.", free)
     elif isinstance(error, MemoryError):
         error = ResourceError("Memory ran out.", "Lower --max-batch or --max-length, or use a machine with more memory.")
-    if isinstance(error, TformerError):
-        click.echo(f"Error: {error.message}", err=True)
-        if error.hint:
-            click.echo(f"  → {error.hint}", err=True)
-        return error.exit_code
-    click.echo(f"Error: {type(error).__name__}: {error}", err=True)
-    click.echo(
-        "  → This is a defect of tformer-deploy: run again as `tformer-deploy --debug …` and report what it prints.", err=True
-    )
-    return 1
+    if not isinstance(error, TformerError):
+        hint = "This is a defect of tformer-deploy: run again as `tformer-deploy --debug …` and report what it prints."
+        error = _DefectError(f"{type(error).__name__}: {error}", hint)
+    # One line, so that the last line of stderr says everything; a report within a message keeps its own lines.
+    click.echo(f"Error: {_shown(error.message)}" + (f" → {_shown(error.hint)}" if error.hint else ""), err=True)
+    return error.exit_code
+
+
+def _shown(text: str) -> str:
+    """Without what would steer a terminal: a path or a library's words may hold anything."""
+    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def _terminate(signum: int, frame: object) -> None:

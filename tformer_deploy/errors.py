@@ -56,6 +56,16 @@ class ResourceError(TformerError):
     exit_code = 6
 
 
+_SHOWN = 1000  # characters of foreign text in a message
+
+
 def escaped(text: str) -> str:
-    """``text`` of foreign origin as it may stand in a message: no control character, no lone surrogate."""
-    return text.encode("unicode_escape", "backslashreplace").decode("ascii") if not text.isprintable() else text
+    """``text`` of foreign origin as it may stand in a message: :func:`printable`, and not without end."""
+    return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)")
+
+
+def printable(text: str) -> str:
+    """``text`` with escapes for control characters, lone surrogates and whatever else could steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -98,9 +98,8 @@ const json& object(const json& value, const std::string& place, const std::set<s
 
 int64_t whole(const json& value, const std::string& place, int64_t low, int64_t high) {
   const bool fits = value.is_number_integer() && (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX);
-  const std::string range = std::to_string(low) + " to " + std::to_string(high);
   if (!fits || value.get<int64_t>() < low || value.get<int64_t>() > high)
-    bad_manifest(place + " is " + value.dump().substr(0, 40) + "; expected a whole number from " + range + ".");
+    bad_manifest(place + " is " + value.dump().substr(0, 40) + "; expected a whole number from " + std::to_string(low) + " to " + std::to_string(high) + ".");
   return value.get<int64_t>();
 }
 
@@ -136,7 +135,8 @@ void verify_files(const Bundle& bundle, const json& files) {
 Bundle open_bundle(const std::filesystem::path& path) {
   const json raw = parse_strictly(read_file(path / "manifest.json", true, int64_t{64} << 20).text);
   const int64_t schema = whole(object(raw, "it").value("schema", json()), "schema", 1, INT64_MAX);
-  if (schema > 1) bad_manifest("schema is " + std::to_string(schema) + "; this program reads schema 1. Use a newer one.");
+  const json versions = raw.value("versions", json()), made = versions.is_object() ? versions.value("tformer-deploy", json()) : json();
+  if (schema > 1) bad_manifest("schema is " + std::to_string(schema) + ", made by tformer-deploy " + made.dump().substr(0, 42) + "; schema 1 is read.");
   object(raw, "it", {"schema", "config", "dtype", "max_length", "eos_token_ids", "bos_token_id", "source", "versions", "files", "tensors"});
   const json& config = object(raw["config"], "config");
   const auto count = [&config](const char* name, int64_t high = kMaxCount) {

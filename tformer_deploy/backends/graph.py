@@ -25,7 +25,8 @@ PROVIDER = "CPUExecutionProvider"
 _FLOOR = (1, 25)  # the first release whose CPU provider has TensorScatter
 _ERRORS_ONLY = 3
 # Quantised weights are multiplied with rows rounded to int8: the level of MatMulNBits that is fast. Its exact ones are not.
-_INT8_ROWS = "4"
+INT8_ROWS = "4"
+_HINT = "Export the bundle again, or look at it with `tformer-deploy check`."
 
 
 def import_runtime() -> Any:
@@ -126,7 +127,7 @@ class LoadedGraph:
             options.intra_op_num_threads = threads
         if not optimised:
             options.graph_optimization_level = self._runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", _INT8_ROWS)
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", INT8_ROWS)
         if dequantised:
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         try:
@@ -134,8 +135,9 @@ class LoadedGraph:
         except Exception as e:
             reason = str(e).strip().splitlines()[0]
             if "alloc" in reason:
-                raise ResourceError(f"ONNX Runtime ran out of memory loading {path}: {reason}") from e
-            raise InputError(f"ONNX Runtime {self._runtime.__version__} cannot load {path}: {reason}") from e
+                hint = "Use a machine with more memory, or a smaller dtype."
+                raise ResourceError(f"ONNX Runtime ran out of memory loading {path}: {reason}", hint) from e
+            raise InputError(f"ONNX Runtime {self._runtime.__version__} cannot load {path}: {reason}", _HINT) from e
         self._past = cache_names(config.n_layers, "past_key_values")
         self._present = cache_names(config.n_layers, "present")
 
@@ -183,4 +185,4 @@ class LoadedGraph:
         place = f"{self.path.stem} of {shape[0]} rows, {shape[1]} tokens each, capacity {cache.capacity}"
         if "alloc" in reason or isinstance(error, MemoryError):
             return ResourceError(f"ONNX Runtime ran out of memory in {place}: {reason}", "Lower --max-batch or --max-length.")
-        return InputError(f"ONNX Runtime {self._runtime.__version__} failed in {place}: {reason}")
+        return InputError(f"ONNX Runtime {self._runtime.__version__} failed in {place}: {reason}", _HINT)

@@ -158,7 +158,7 @@ def _parse(data: bytes | None) -> dict[str, Any]:
     except UnicodeDecodeError as e:
         raise RowError("invalid_utf8", f"Byte {e.start} is 0x{data[e.start]:02x}, which is not UTF-8.") from None
     try:
-        raw = parse_json(data, "The line")
+        raw = parse_json(data, "The line", LINE_LIMIT)  # a text may hold any number of commas
     except InputError as e:
         raise RowError("invalid_json", e.message) from None
     if not isinstance(raw, dict):
@@ -176,7 +176,10 @@ def _request(
         raise RowError("prompt_too_long", f"The prompt has {len(ids)} tokens; max_length is {max_length} (export --max-length).")
     bad = [i for i in ids if not 0 <= i < config.vocab_size]
     if bad:
-        raise RowError("token_out_of_range", f"The prompt has the token id {bad[0]}; ids go from 0 to {config.vocab_size - 1}.")
+        name = str(bad[0]) if tokenizer is None or "input_ids" in raw else tokenizer.name(bad[0])
+        raise RowError(
+            "token_out_of_range", f"The prompt has the token id {name}; the model's go from 0 to {config.vocab_size - 1}."
+        )
     try:
         options = replace(defaults.options, **{k: raw[k] for k in _SAMPLING if k in raw})
     except TformerError as e:

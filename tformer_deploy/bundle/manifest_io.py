@@ -11,12 +11,13 @@ from tformer_deploy.bundle.manifest import MANIFEST, SCHEMA, WEIGHTS, FileRecord
 from tformer_deploy.bundle.quantization import BLOCKS, CALIBRATION, KINDS, Calibration, Quantization, stored_size
 from tformer_deploy.bundle.tensor_table import check_tensor_table
 from tformer_deploy.config import DTYPES, ModelConfig
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 from tformer_deploy.strict_json import parse_object
 
 _STORED = (*DTYPES, *KINDS)
 _QUANTISED = 2  # the first schema with ``quantization``
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_AGAIN = "Export the bundle again."
 REQUIRED_FILES = ("decode.onnx", "prefill.onnx", WEIGHTS)
 
 
@@ -40,14 +41,14 @@ def parse_manifest(data: bytes) -> Manifest:
     raw = parse_object(data, MANIFEST)
     schema = raw.get("schema")
     if type(schema) is not int or schema < 1:
-        raise InputError(f"{MANIFEST}: schema is {schema!r}; expected a whole number from 1.")
+        raise InputError(f"{MANIFEST}: schema is {_cut(schema)}; expected a whole number from 1.", _AGAIN)
     if schema > SCHEMA:
         raise _newer(schema, raw.get("versions"))
     wanted = {f.name for f in dataclasses.fields(Manifest)}
     _exact_keys(raw, wanted if schema >= _QUANTISED else wanted - {"quantization"}, MANIFEST)
-    config = ModelConfig.from_dict(raw["config"])
+    config = _config(raw["config"])
     if raw["dtype"] not in DTYPES:
-        raise InputError(f"{MANIFEST}: dtype is {raw['dtype']!r}; expected one of {', '.join(DTYPES)}.")
+        raise InputError(f"{MANIFEST}: dtype is {_cut(raw['dtype'])}; expected one of {', '.join(DTYPES)}.", _AGAIN)
     eos = _list(raw["eos_token_ids"], "eos_token_ids")
     bos = raw["bos_token_id"]
     tensors = {name: _tensor(name, record) for name, record in _object(raw["tensors"], "tensors").items()}
@@ -58,7 +59,7 @@ def parse_manifest(data: bytes) -> Manifest:
         eos_token_ids=tuple(_whole(i, "eos_token_ids", 0, config.vocab_size - 1) for i in eos),
         bos_token_id=None if bos is None else _whole(bos, "bos_token_id", 0, config.vocab_size - 1),
         source=_source(raw["source"]),
-        versions={k: _text(v, f"versions.{k}") for k, v in _object(raw["versions"], "versions").items()},
+        versions={k: _text(v, f"versions.{escaped(k)}") for k, v in _object(raw["versions"], "versions").items()},
         files={name: _file(name, record) for name, record in _object(raw["files"], "files").items()},
         tensors=tensors,
         schema=schema,
@@ -68,86 +69,103 @@ def parse_manifest(data: bytes) -> Manifest:
     return manifest
 
 
+def _config(raw: Any) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(raw)
+    except InputError as e:
+        raise InputError(f"{MANIFEST}: {escaped(e.message)}", e.hint or _AGAIN) from None
+
+
 def _newer(schema: int, versions: Any) -> InputError:
     version = versions.get("tformer-deploy") if isinstance(versions, dict) else None
     known = isinstance(version, str) and re.fullmatch(r"[0-9A-Za-z.+-]{1,40}", version)
+    made = f"made by tformer-deploy {version}, needs tformer-deploy >= {version}" if known else "made by a newer tformer-deploy"
     return InputError(
-        f"{MANIFEST} has schema {schema}, made by tformer-deploy {version if known else '(version unknown)'}; "
-        f"this version reads schema {SCHEMA}.",
+        f"{MANIFEST} has schema {schema}: {made}; this version reads schema {SCHEMA}.",
         f"Install tformer-deploy >= {version}." if known else "Install a newer tformer-deploy.",
     )
 
 
 def _check_files(manifest: Manifest) -> None:
     if missing := [name for name in REQUIRED_FILES if name not in manifest.files]:
-        raise InputError(f"{MANIFEST}: files lacks {', '.join(missing)}.")
+        raise InputError(f"{MANIFEST}: files lacks {', '.join(missing)}.", _AGAIN)
     check_tensor_table(manifest.config, manifest.dtype, manifest.tensors, manifest.quantization)
     calibrated = manifest.quantization is not None and manifest.quantization.calibration is not None
     if calibrated != (CALIBRATION in manifest.files):
         raise InputError(
             f"{MANIFEST}: files {'lacks' if calibrated else 'names'} {CALIBRATION}, and quantization.calibration "
-            f"{'says that there is one' if calibrated else 'says nothing of it'}."
+            f"{'says that there is one' if calibrated else 'says nothing of it'}.",
+            _AGAIN,
         )
     size = manifest.files[WEIGHTS].size
     for name, record in manifest.tensors.items():
         if record.offset + record.size > size:
-            raise InputError(f"{MANIFEST}: tensor {name} ends at byte {record.offset + record.size}; {WEIGHTS} has {size} bytes.")
+            raise InputError(
+                f"{MANIFEST}: tensor {name} ends at byte {record.offset + record.size}; {WEIGHTS} has {size} bytes.", _AGAIN
+            )
 
 
 def _exact_keys(raw: dict[str, Any], wanted: set[str], place: str) -> None:
     missing, unknown = sorted(wanted - set(raw)), sorted(set(raw) - wanted)
     if missing or unknown:
-        raise InputError(f"{place}: missing fields {missing}, unknown fields {unknown}.")
+        found = f"missing fields {repr(missing)[:300]}, unknown fields {repr(unknown)[:300]}"
+        raise InputError(f"{escaped(place)}: {found}.", _AGAIN)
+
+
+def _cut(value: Any) -> str:
+    return escaped(repr(value)[:80])
 
 
 def _object(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InputError(f"{MANIFEST}: {place} is {type(value).__name__}; expected an object.")
+        raise InputError(f"{MANIFEST}: {place} is {type(value).__name__}; expected an object.", _AGAIN)
     return value
 
 
 def _list(value: Any, place: str) -> list[Any]:
     if not isinstance(value, list):
-        raise InputError(f"{MANIFEST}: {place} is {type(value).__name__}; expected a list.")
+        raise InputError(f"{MANIFEST}: {place} is {type(value).__name__}; expected a list.", _AGAIN)
     return value
 
 
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{MANIFEST}: {place} is {value!r}; expected text.")
+        raise InputError(f"{MANIFEST}: {place} is {_cut(value)}; expected text.", _AGAIN)
     return value
 
 
 def _whole(value: Any, place: str, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        raise InputError(f"{MANIFEST}: {place} is {value!r}; expected a whole number from {low} to {high}.")
+        raise InputError(f"{MANIFEST}: {place} is {_cut(value)}; expected a whole number from {low} to {high}.", _AGAIN)
     return value
 
 
 def _hash(value: Any, place: str) -> str:
     if not (isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value)):
-        raise InputError(f"{MANIFEST}: {place} is {value!r}; expected 64 hexadecimal digits.")
+        raise InputError(f"{MANIFEST}: {place} is {_cut(value)}; expected 64 hexadecimal digits.", _AGAIN)
     return value
 
 
 def _file(name: str, raw: Any) -> FileRecord:
     if not _NAME.fullmatch(name) or name == MANIFEST:
-        raise InputError(f"{MANIFEST}: files names {name!r}; expected a plain file name inside the bundle.")
+        raise InputError(f"{MANIFEST}: files names {_cut(name)}; expected a plain file name inside the bundle.", _AGAIN)
     record = _object(raw, f"files.{name}")
     _exact_keys(record, {"sha256", "size"}, f"{MANIFEST}: files.{name}")
     return FileRecord(_hash(record["sha256"], f"files.{name}.sha256"), _whole(record["size"], f"files.{name}.size", 0, 2**53))
 
 
 def _tensor(name: str, raw: Any) -> TensorRecord:
-    place = f"tensors.{name}"
+    place = f"tensors.{escaped(name)}"
     record = _object(raw, place)
     _exact_keys(record, {"offset", "size", "shape", "dtype"}, f"{MANIFEST}: {place}")
     shape = tuple(_whole(d, f"{place}.shape", 1, 2**31 - 1) for d in _list(record["shape"], f"{place}.shape"))
     if record["dtype"] not in _STORED:
-        raise InputError(f"{MANIFEST}: {place}.dtype is {record['dtype']!r}; expected one of {', '.join(_STORED)}.")
+        raise InputError(f"{MANIFEST}: {place}.dtype is {_cut(record['dtype'])}; expected one of {', '.join(_STORED)}.", _AGAIN)
     size = _whole(record["size"], f"{place}.size", 1, 2**53)
     if size != stored_size(shape, record["dtype"]):
-        raise InputError(f"{MANIFEST}: {place} has shape {list(shape)} in {record['dtype']} and size {size}; they do not agree.")
+        raise InputError(
+            f"{MANIFEST}: {place} has shape {list(shape)} in {record['dtype']} and size {size}; they do not agree.", _AGAIN
+        )
     return TensorRecord(_whole(record["offset"], f"{place}.offset", 0, 2**53), size, shape, record["dtype"])
 
 
@@ -158,7 +176,7 @@ def _quantization(raw: Any) -> Quantization:
         value = record[name]
         if isinstance(value, bool) or value not in choices:
             expected = ", ".join(map(str, choices))
-            raise InputError(f"{MANIFEST}: quantization.{name} is {value!r}; expected one of {expected}.")
+            raise InputError(f"{MANIFEST}: quantization.{name} is {_cut(value)}; expected one of {expected}.", _AGAIN)
     calibration = None
     if record["calibration"] is not None:
         place = "quantization.calibration"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tformer_deploy.bundle.manifest import MANIFEST, TensorRecord
 from tformer_deploy.bundle.quantization import Quantization, stored_tensors
-from tformer_deploy.errors import InputError
+from tformer_deploy.errors import InputError, escaped
 from tformer_deploy.parameters import constant_shapes, parameter_shapes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check_tensor_table(
     if config.n_layers > len(tensors):  # a manifest may claim two thousand million of them
         raise InputError(f"{MANIFEST}: {len(tensors)} tensors are too few for {config.n_layers} layers.", _AGAIN)
     expected = stored_tensors(config, dtype, quantization)
-    faults = [f"{name} is not of this model" for name in tensors if name not in expected]
+    faults = [f"{escaped(name)} is not of this model" for name in tensors if name not in expected]
     for name, (shape, want) in expected.items():
         record = tensors.get(name)
         if record is None:

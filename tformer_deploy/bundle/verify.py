@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Verify = Literal["auto", "full"]
-BESIDE_THE_CORE = {"engines", "reports"}
+REPORTS = "reports"
+BESIDE_THE_CORE = {"engines", REPORTS}
 # Smaller files are hashed at every start: that costs less than remembering them.
 _REMEMBERED_FROM = 16 * 2**20
 # A file written to within one tick of the file system's clock keeps its times, so a fresh one is not remembered.
@@ -86,12 +87,12 @@ def verify_file(path: Path, record: FileRecord, verify: Verify) -> None:
     status = require_regular(path)
     if status.st_size != record.size:
         raise InputError(f"{path} has {status.st_size} bytes; {MANIFEST} says {record.size}.", _SEAL)
-    if verify == "auto" and _remembered(path, status, record):
+    if verify == "auto" and remembered(path, status, record):
         return
     found = hash_file(path)
     if found.sha256 != record.sha256:
         raise InputError(f"{path} has sha256 {found.sha256}; {MANIFEST} says {record.sha256}.", _SEAL)
-    _remember(path, status, record)
+    remember(path, status, record)
 
 
 def verify_graphs(root: Path, manifest: Manifest) -> None:
@@ -107,6 +108,9 @@ def verify_graphs(root: Path, manifest: Manifest) -> None:
         for external in graph.external:
             if fault := _external_fault(external, manifest):
                 raise InputError(f"{root / phase}.onnx: tensor {external.tensor!r} {fault}", _AGAIN)
+        if graph.faults:
+            more = f" And {len(graph.faults) - 1} more." if len(graph.faults) > 1 else ""
+            raise InputError(f"{root / phase}.onnx: {graph.faults[0]}{more}", _AGAIN)
     if graphs["prefill"].build != graphs["decode"].build:
         raise InputError(f"{root} holds prefill.onnx and decode.onnx of two different exports.", _AGAIN)
 
@@ -143,28 +147,30 @@ def require_regular(path: Path) -> os.stat_result:
     return status
 
 
-def _entry(path: Path) -> Path:
-    return cache_folder() / "verified" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+def _entry(path: Path, what: str) -> Path:
+    return cache_folder() / what / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
 
 
 def _identity(status: os.stat_result, record: FileRecord) -> list[int | str]:
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, record.sha256]
 
 
-def _remembered(path: Path, status: os.stat_result, record: FileRecord) -> bool:
+def remembered(path: Path, status: os.stat_result, record: FileRecord, what: str = "verified") -> bool:
+    """Whether :func:`remember` was called for this very file."""
     if status.st_size < _REMEMBERED_FROM:
         return False
-    entry = _entry(path)
+    entry = _entry(path, what)
     try:
         return entry.stat().st_uid == os.geteuid() and bool(json.loads(entry.read_text("ascii")) == _identity(status, record))
     except (OSError, ValueError):
         return False
 
 
-def _remember(path: Path, status: os.stat_result, record: FileRecord) -> None:
+def remember(path: Path, status: os.stat_result, record: FileRecord, what: str = "verified") -> None:
+    """Notes in the user's cache folder that a large file was looked at, as long as it does not change."""
     if status.st_size < _REMEMBERED_FROM or not 0 <= status.st_ctime < time.time() - _SETTLED_S:
         return
-    entry = _entry(path)
+    entry = _entry(path, what)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         temporary = entry.with_name(f"{entry.name}.{os.getpid()}")

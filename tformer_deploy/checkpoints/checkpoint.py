@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-
 from tformer_deploy.checkpoints.files import hash_files
 from tformer_deploy.errors import InputError, escaped
 from tformer_deploy.parameters import Shape, parameter_shapes
@@ -13,6 +11,7 @@ from tformer_deploy.parameters import Shape, parameter_shapes
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from torch import Tensor
 
     from tformer_deploy.checkpoints.family import Located
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from tformer_deploy.config import ModelConfig
 
 Format = Literal["safetensors", "gguf"]
-_TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 class TensorSpec(NamedTuple):
@@ -78,6 +77,10 @@ class Checkpoint:
         """Those of tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja that there are."""
         return dict(self._tokens.assets)
 
+    def asset(self, name: str) -> bytes | None:
+        """The bytes of one of them; None where there is none."""
+        return self._tokens.assets.get(name)
+
     def sha256(self) -> str:
         """SHA-256 over all files that were used: of the lines ``<sha256>  <name>`` that sha256sum prints, sorted by name."""
         if self._sha256 is None:
@@ -93,8 +96,10 @@ class Checkpoint:
             InputError: It holds NaN or infinite values (counted), or values that fp16 cannot hold.
             StorageError: Reading failed.
         """
+        import torch  # here and not above: opening needs none of it, and a bad checkpoint is refused at once
+
         spec = self.tensors[name]
-        target = torch.empty(spec.shape, dtype=dtype or _TORCH[spec.dtype])
+        target = torch.empty(spec.shape, dtype=dtype or getattr(torch, _TORCH[spec.dtype]))
         zero = [_read_into(target, part, name) for part in self._located[name]]
         if all(zero) and len(spec.shape) > 1 and name not in self._zero:
             self._zero.append(name)
@@ -103,6 +108,8 @@ class Checkpoint:
 
 def _read_into(target: Tensor, found: Located, name: str) -> bool:
     """Reads one stored tensor to where it belongs; whether it is all zero."""
+    import torch
+
     nan = infinite = 0
     zero = True
     rows, step = found.entry.shape[0], found.block_rows()

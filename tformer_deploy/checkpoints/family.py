@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from tformer_deploy.checkpoints.reader import ConfigReader
 from tformer_deploy.checkpoints.tensor_file import Entry, TensorFile
 from tformer_deploy.checkpoints.transforms import SAME, TRANSPOSE, Transform
@@ -151,7 +149,7 @@ def locate(family: Family, config: ModelConfig, files: Sequence[TensorFile], pla
             used.add(source.name)
             found = stored.get(source.name)
             if found is None:
-                _missing(family, config, source.name, problems)
+                _missing(family, config, source.name, problems, _prefix(family, stored))
                 continue
             parts.append(found._replace(transform=source.transform))
             _check_entry(parts[-1], source.transform.stored_shape(shape), problems)
@@ -179,9 +177,15 @@ def _canonical(family: Family, files: Sequence[TensorFile], problems: _Problems)
     return result
 
 
-def _missing(family: Family, config: ModelConfig, name: str, problems: _Problems) -> None:
-    if escaped(name) not in problems.kinds.get("missing", ()):  # a fused tensor fills several of ours
-        problems.add("missing", escaped(name))
+def _prefix(family: Family, stored: Mapping[str, Located]) -> str:
+    """The family's prefix where this checkpoint's names carry it."""
+    return family.prefix if any(found.stored.startswith(family.prefix) for found in stored.values()) else ""
+
+
+def _missing(family: Family, config: ModelConfig, name: str, problems: _Problems, prefix: str) -> None:
+    full = escaped(name if name == family.head else prefix + name)
+    if full not in problems.kinds.get("missing", ()):  # a fused tensor fills several of ours
+        problems.add("missing", full)
     if name == family.head and not config.tied:
         problems.hints.append(
             f"Add {name} to the weights, or set tie_word_embeddings to true in config.json if the head is the embedding."
@@ -204,13 +208,15 @@ def _is_dropped(family: Family, config: ModelConfig, name: str) -> bool:
 
 def _require_same_head(head: Located, embedding: Located, place: str) -> None:
     """A tied model's extra head must be the embedding, value for value (compared in float32, block by block)."""
+    import torch  # a damaged checkpoint is refused before anything as large is loaded
+
     same = head.entry.shape == embedding.entry.shape and head.entry.dtype in FLOATS
     rows = head.entry.shape[0] if same else 0
     step = head.block_rows()
     for first in range(0, rows, step):
         count = min(step, rows - first)
-        pair = [located.file.rows(located.stored, first, count).float() for located in (head, embedding)]
-        if not torch.equal(*pair):
+        one, other = (located.file.rows(located.stored, first, count).float() for located in (head, embedding))
+        if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):  # NaN is refused where it is read, by its own name
             same = False
             break
     if not same:

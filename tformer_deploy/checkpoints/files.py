@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _BLOCK = 1 << 22
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_POINTERS = (b"version https://git-lfs.github.com/spec/", b"version https://hawser.github.com/spec/")
 
 
 def regular_size(path: Path) -> int:
@@ -25,20 +26,35 @@ def regular_size(path: Path) -> int:
         InputError: There is no file, or it is a folder, FIFO, device or socket.
         StorageError: The file system refuses to say.
     """
-    shown = escaped(str(path))
     try:
         status = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        what = "is a symbolic link to a file that does not exist" if path.is_symlink() else "does not exist"
-        raise InputError(f"{shown} {what}.", "Name an existing checkpoint.") from None
     except ValueError:
-        raise InputError(f"{shown!r} is not a path.", "Name an existing checkpoint.") from None
+        raise InputError(f"{str(path)!r:.1000} is not a path.", "Name an existing checkpoint.") from None
     except OSError as error:
-        raise StorageError(f"{shown} cannot be read: {error.strerror}.") from None
+        raise _unreadable(path, error) from None
+    return _size_of_regular(path, status)
+
+
+def _size_of_regular(path: Path, status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "FIFO, socket or device"
-        raise InputError(f"{shown} is a {kind}; expected a regular file.", "Replace it by the checkpoint's own file.")
+        raise InputError(
+            f"{escaped(str(path))} is a {kind}; expected a regular file.", "Replace it by the checkpoint's own file."
+        )
     return status.st_size
+
+
+def _unreadable(path: Path, error: OSError) -> InputError | StorageError:
+    """A path that leads nowhere is the checkpoint's fault; everything else is the system's."""
+    shown = escaped(str(path))
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        what = "is a symbolic link to a file that does not exist" if path.is_symlink() else "does not exist"
+        return InputError(f"{shown} {what}.", "Name an existing checkpoint that is complete.")
+    if error.errno == errno.ELOOP:
+        return InputError(f"{shown} is a symbolic link that leads to itself.", "Replace it by the checkpoint's own file.")
+    if error.errno == errno.ENAMETOOLONG:
+        return InputError(f"{shown} is longer than a name may be here.", "Name an existing checkpoint.")
+    return StorageError(f"{shown} cannot be read: {error.strerror}.", "Check its permissions and the disk.")
 
 
 @contextmanager
@@ -49,14 +65,17 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         InputError: It is not a regular file, or a Git-LFS pointer.
         StorageError: Opening or reading failed.
     """
-    size = regular_size(path)
+    regular_size(path)  # before it is opened, for opening alone has effects on some devices
     try:
-        with path.open("rb") as file:
-            refuse_pointer(path, file.read(64))
+        # What becomes a FIFO in between must not block either.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            size = _size_of_regular(path, os.fstat(descriptor))
+            refuse_pointer(path, file.read(min(64, size)))
             file.seek(0)
             yield file, size
     except OSError as error:
-        raise StorageError(f"{escaped(str(path))} cannot be read: {error.strerror}.") from None
+        raise _unreadable(path, error) from None
 
 
 def listing(folder: Path) -> list[str]:
@@ -68,7 +87,7 @@ def listing(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
-        raise StorageError(f"{escaped(str(folder))} cannot be read: {error.strerror}.") from None
+        raise _unreadable(folder, error) from None
 
 
 def read_small(path: Path, limit: int) -> bytes:
@@ -78,24 +97,20 @@ def read_small(path: Path, limit: int) -> bytes:
         InputError: It is not a regular file, holds more than ``limit`` bytes or is a Git-LFS pointer.
         StorageError: Reading failed.
     """
-    size = regular_size(path)
-    if size > limit:
-        raise InputError(
-            f"{escaped(str(path))} holds {size} bytes; at most {limit} are read.", "Check that it is the right file."
-        )
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{escaped(str(path))} cannot be read: {error.strerror}.") from None
-    refuse_pointer(path, content)
-    return content
+    with opened(path) as (file, size):
+        if size > limit:
+            raise InputError(
+                f"{escaped(str(path))} holds {size} bytes; at most {limit} are read.", "Check that it is the right file."
+            )
+        return file.read(size)  # and not to the end: some files have none
 
 
 def refuse_pointer(path: Path, start: bytes) -> None:
     """Raises InputError where ``start``, the first bytes of the file, is the text of a Git-LFS pointer."""
-    if start.startswith(LFS_POINTER):
+    if start.startswith(LFS_POINTERS):
         raise InputError(
-            f"{escaped(str(path))} is a Git-LFS pointer, not the file itself.", "Run `git lfs pull` in its repository."
+            f"{escaped(str(path))} is a Git-LFS pointer (LFS pointer text, not the file itself).",
+            "Run `git lfs pull` in its repository.",
         )
 
 
@@ -111,12 +126,9 @@ def hash_files(files: Iterable[Path]) -> str:
 
 def _hash(path: Path) -> str:
     digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-    except OSError as error:
-        raise StorageError(f"{escaped(str(path))} cannot be read: {error.strerror}.") from None
+    with opened(path) as (file, _):
+        while block := file.read(_BLOCK):
+            digest.update(block)
     return digest.hexdigest()
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tformer_deploy.checkpoints.checkpoint import Checkpoint
 from tformer_deploy.checkpoints.families import FAMILIES
 from tformer_deploy.checkpoints.files import opened
 from tformer_deploy.checkpoints.folder import open_folder
-from tformer_deploy.checkpoints.gguf_file import MAGIC
-from tformer_deploy.checkpoints.gguf_llama import open_gguf
 from tformer_deploy.errors import InputError, escaped
 
 
@@ -25,10 +24,12 @@ def open_checkpoint(path: str | Path, max_length: int | None = None) -> Checkpoi
         StorageError: Reading failed.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # false, and no error, for what cannot be a path
         return open_folder(path, FAMILIES, max_length)
     with opened(path) as (file, _):
         start = file.read(4)
-    if start == MAGIC or path.suffix == ".gguf":
+    if start == b"GGUF" or path.suffix == ".gguf":
+        from tformer_deploy.checkpoints.gguf import open_gguf  # needs torch, which a bad folder should not wait for
+
         return open_gguf(path, max_length)
     raise InputError(f"{escaped(str(path))} is neither a folder nor a GGUF file.", "Name the folder that holds config.json.")

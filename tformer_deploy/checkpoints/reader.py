@@ -42,10 +42,13 @@ FEATURES = {
     "num_local_experts": "a mixture of experts (num_local_experts)",
     "num_experts": "a mixture of experts (num_experts)",
     "n_routed_experts": "a mixture of experts (n_routed_experts)",
+    "num_experts_per_tok": "a mixture of experts (num_experts_per_tok)",
+    "moe_intermediate_size": "a mixture of experts (moe_intermediate_size)",
     "kv_lora_rank": "multi-head latent attention (kv_lora_rank)",
     "q_lora_rank": "multi-head latent attention (q_lora_rank)",
     "add_cross_attention": "cross-attention (add_cross_attention)",
     "cross_attention_hidden_size": "cross-attention (cross_attention_hidden_size)",
+    "cross_attention_layers": "cross-attention (cross_attention_layers)",
     "is_encoder_decoder": "an encoder (is_encoder_decoder)",
     "pruned_heads": "pruned heads (pruned_heads)",
 }

@@ -11,8 +11,6 @@ import math
 import struct
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tformer_deploy.checkpoints.files import opened, replace_file, write_all
 from tformer_deploy.checkpoints.tensor_file import Entry, read_exactly
 from tformer_deploy.errors import InputError, escaped
@@ -25,14 +23,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_HEADER = 100_000_000
+_VALUES = 800_000  # about 80,000 tensors; keeps what a header becomes in memory near its size in the file
 _HINT = "Get the file again from where the checkpoint came."
+_DIMS = 16  # no tensor of a model has more than 4
 _BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 _NAMES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CODES = {f"torch.{dtype}": code for code, dtype in _DTYPES.items()}
 
 
 class SafetensorsFile:
@@ -56,7 +56,7 @@ class SafetensorsFile:
                 raise self._damaged(
                     f"says that its header takes {length} bytes; the file holds {size} and at most {LARGEST_HEADER} count"
                 )
-            header = parse_object(file.read(length), f"{escaped(path.name)} (header)")
+            header = parse_object(file.read(length), f"{escaped(path.name)} (header)", _VALUES)
         self._data = 8 + length
         self.entries: dict[str, Entry] = {}
         self._offsets: dict[str, int] = {}
@@ -73,10 +73,12 @@ class SafetensorsFile:
             InputError: The file has shrunk.
             StorageError: Reading failed.
         """
+        import torch  # not above: opening needs none of it
+
         entry = self.entries[name]
         width = math.prod(entry.shape[1:])
         step = width * _BYTES[self._codes[name]]
-        result = torch.empty((count, *entry.shape[1:]), dtype=_DTYPES[self._codes[name]])
+        result = torch.empty((count, *entry.shape[1:]), dtype=getattr(torch, _DTYPES[self._codes[name]]))
         if count * width:
             target = result.view(-1).view(torch.uint8).numpy()
             read_exactly(self.path, self._data + self._offsets[name] + first * step, target.data)
@@ -89,14 +91,14 @@ class SafetensorsFile:
             raise self._damaged(f"describes tensor {shown} by something else than dtype, shape and data_offsets")
         code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
         if not isinstance(code, str) or code not in _BYTES:
-            raise self._damaged(f"has tensor {shown} in dtype {escaped(str(code))}; known are {', '.join(_BYTES)}")
+            raise self._damaged(f"has tensor {shown} in dtype {escaped(str(code)[:40])}; known are {', '.join(_BYTES)}")
         if not _whole(shape) or not _whole(offsets) or len(offsets) != 2:
-            raise self._damaged(f"has a bad shape or byte range for tensor {shown}: {shape!r:.80}, {offsets!r:.80}")
+            raise self._damaged(f"has a bad shape or byte range for tensor {shown}: {repr(shape)[:80]}, {repr(offsets)[:80]}")
         begin, end = offsets
-        if end - begin != math.prod(shape) * _BYTES[code]:
-            raise self._damaged(
-                f"gives tensor {shown} {end - begin} bytes; {code} {shape} takes {math.prod(shape) * _BYTES[code]}"
-            )
+        if len(shape) > _DIMS:
+            raise self._damaged(f"gives tensor {shown} {len(shape)} dimensions; at most {_DIMS} are read")
+        if end - begin != (taken := math.prod(shape) * _BYTES[code]):
+            raise self._damaged(f"gives tensor {shown} {end - begin} bytes; {code} {shape} takes {taken}")
         self.entries[name] = Entry(tuple(shape), _NAMES.get(code, code))
         self._offsets[name], self._codes[name] = begin, code
         return begin, end
@@ -124,14 +126,16 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         InputError: A tensor has another dtype.
         StorageError: Writing failed.
     """
+    import torch
+
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _CODES:
-            raise InputError(f"Tensor {escaped(name)} is {tensor.dtype}; expected one of {', '.join(map(str, _CODES))}.")
+        if str(tensor.dtype) not in _CODES:
+            raise InputError(f"Tensor {escaped(name)} is {tensor.dtype}; expected one of {', '.join(_CODES)}.")
         size = tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, position + size]
+            "dtype": _CODES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [position, position + size]
         }  # fmt: skip
         position += size
     text = json.dumps(header, separators=(",", ":")).encode()

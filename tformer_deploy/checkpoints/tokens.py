@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_UNREAD = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+_AGAIN = "Get the file again from where it came."
+_VALUES = 4_000_000  # in tokenizer.json: vocabularies of 256 thousand tokens and their merges take two million
 _LIMITS = {GENERATION: 1 << 22, TOKENIZER: 1 << 28, TOKENIZER_CONFIG: 1 << 26, TEMPLATE: 1 << 22}
 
 
@@ -44,7 +47,7 @@ def read_tokens(folder: Path, config: dict[str, Any], vocab_size: int) -> Tokens
     generation, tokenizer_config = settings.get(GENERATION, {}), settings.get(TOKENIZER_CONFIG, {})
     if TEMPLATE not in assets and (template := _template(tokenizer_config)) is not None:
         assets[TEMPLATE] = template.encode("utf-8")
-    ids = token_ids(parse_object(assets[TOKENIZER], TOKENIZER)) if TOKENIZER in assets else {}
+    ids = token_ids(parse_object(assets[TOKENIZER], TOKENIZER, _VALUES)) if TOKENIZER in assets else {}
     warnings: list[str] = []
     eos: set[int] = set()
     for place, data in ((GENERATION, generation), (CONFIG, config)):
@@ -61,29 +64,51 @@ def read_tokens(folder: Path, config: dict[str, Any], vocab_size: int) -> Tokens
         TOKENIZER_CONFIG, "bos_token", _named(tokenizer_config, "bos_token", ids, warnings), vocab_size, warnings
     )
     warnings += compare_sizes(ids.values(), vocab_size)
+    if tokenizer_config.get("auto_map"):
+        warnings.append(f"{TOKENIZER_CONFIG} names code of its own (auto_map), which is never executed.")
+    if TOKENIZER not in assets and (unread := [name for name in _UNREAD if _there(folder / name)]):
+        warnings.append(f"{', '.join(unread)} is not read: without a {TOKENIZER} the bundle takes token ids only.")
     return Tokens(tuple(sorted(eos)), bos[0] if bos else None, assets, tuple(warnings))
 
 
 def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Token → id of a parsed ``tokenizer.json`` (the whole vocabulary, added tokens over it).
+    """Token → id of a parsed ``tokenizer.json`` (the whole vocabulary and the added tokens).
 
     Raises:
-        InputError: It has no vocabulary of a known form.
+        InputError: It has no vocabulary of a known form, an id is no id, or two tokens share one.
     """
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list) and all(isinstance(item, list) and item and isinstance(item[0], str) for item in vocab):
+        vocab = {item[0]: index for index, item in enumerate(vocab)} if len({item[0] for item in vocab}) == len(vocab) else None
+    if not isinstance(vocab, dict) or not isinstance(added, list):
+        raise InputError(f"{TOKENIZER} has no vocabulary of a known form.", _AGAIN)
     ids: dict[str, int] = {}
-    if isinstance(vocab, dict):
-        ids = {token: index for token, index in vocab.items() if type(index) is int}
-    elif isinstance(vocab, list):
-        ids = {item[0]: index for index, item in enumerate(vocab) if isinstance(item, list) and item and isinstance(item[0], str)}
-    if not isinstance(vocab, (dict, list)) or len(ids) != len(vocab) or not isinstance(added, list):
-        raise InputError(f"{TOKENIZER} has no vocabulary of a known form.", "Get the file again from where it came.")
+    tokens: dict[int, str] = {}
+    for token, index in vocab.items():
+        _add(token, index, ids, tokens)
     for item in added:
-        if not isinstance(item, dict) or not isinstance(item.get("content"), str) or type(item.get("id")) is not int:
-            raise InputError(f"{TOKENIZER} has an added token without content and id: {escaped(repr(item))[:80]}.")
-        ids[item["content"]] = item["id"]
+        if not isinstance(item, dict) or not isinstance(item.get("content"), str) or "id" not in item:
+            raise InputError(f"{TOKENIZER} has an added token without content and id: {escaped(repr(item)[:80])}.", _AGAIN)
+        _add(item["content"], item["id"], ids, tokens)
     return ids
+
+
+def _add(token: str, index: Any, ids: dict[str, int], tokens: dict[int, str]) -> None:
+    """Records a token; the same token under the same id may come again as an added one."""
+    if type(index) is not int or not 0 <= index < 2**31:
+        raise InputError(
+            f"{TOKENIZER}: the token {_quoted(token)} has the id {escaped(repr(index)[:40])}; "
+            "expected a whole number from 0 to 2147483647.", _AGAIN,
+        )  # fmt: skip
+    if tokens.setdefault(index, token) != token:
+        raise InputError(f"{TOKENIZER} gives the id {index} to {_quoted(tokens[index])} and to {_quoted(token)}.", _AGAIN)
+    if ids.setdefault(token, index) != index:
+        raise InputError(f"{TOKENIZER} gives {_quoted(token)} the ids {ids[token]} and {index}.", _AGAIN)
+
+
+def _quoted(token: str) -> str:
+    return escaped(repr(token[:80]))
 
 
 def compare_sizes(ids: Iterable[int], vocab_size: int) -> list[str]:
@@ -107,14 +132,17 @@ def _ids(place: str, key: str, value: Any) -> list[int]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     for item in values:
         if type(item) is not int:
-            raise InputError(f"{place}: {key} is {escaped(repr(value))[:80]}; expected a whole number or a list of them.")
+            raise InputError(
+                f"{place}: {key} is {escaped(repr(value)[:80])}; expected a whole number or a list of them.",
+                f"Correct {key} in {place}.",
+            )
     return values
 
 
 def _in_vocabulary(place: str, key: str, ids: list[int], vocab_size: int, warnings: list[str]) -> set[int]:
     outside = [index for index in ids if not 0 <= index < vocab_size]
     if outside:
-        warnings.append(f"{place}: {key} {outside} is outside the vocabulary of {vocab_size} and is ignored.")
+        warnings.append(f"{place}: {key} {repr(outside)[:80]} is outside the vocabulary of {vocab_size} and is ignored.")
     return set(ids) - set(outside)
 
 
@@ -125,7 +153,7 @@ def _named(tokenizer_config: dict[str, Any], key: str, ids: dict[str, int], warn
     if token is None:
         return []
     if not isinstance(token, str) or token not in ids:
-        warnings.append(f"{TOKENIZER_CONFIG}: {key} {escaped(repr(token))} is not a token of {TOKENIZER} and is ignored.")
+        warnings.append(f"{TOKENIZER_CONFIG}: {key} {escaped(repr(token)[:80])} is not a token of {TOKENIZER} and is ignored.")
         return []
     return [ids[token]]
 
@@ -134,6 +162,5 @@ def _template(tokenizer_config: dict[str, Any]) -> str | None:
     """The chat template where it is kept inside ``tokenizer_config.json``: a string, or the one named ``default``."""
     value = tokenizer_config.get("chat_template")
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
+        value = next((t.get("template") for t in value if isinstance(t, dict) and t.get("name") == "default"), None)
     return value if isinstance(value, str) else None

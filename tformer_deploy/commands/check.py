@@ -14,7 +14,7 @@ from rich.console import Console
 from tformer_deploy import api
 from tformer_deploy.backends import PROFILES
 from tformer_deploy.bundle import open_bundle
-from tformer_deploy.bundle.verify import BESIDE_THE_CORE
+from tformer_deploy.bundle.verify import REPORTS
 from tformer_deploy.bundle.writer import replace_file
 from tformer_deploy.errors import UsageError
 from tformer_deploy.parity.console import render
@@ -109,9 +109,9 @@ def _prepare(outputs: dict[str, Path], bundle: Path, inputs: list[Path]) -> None
         places[place] = flag
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
             raise UsageError(f"{flag}: {path} exists and is no plain file.", "Name another path.")
-        if core == place or (core in place.parents and place.relative_to(core).parts[0] not in BESIDE_THE_CORE):
+        if core == place or (core in place.parents and core / REPORTS not in place.parents):
             raise UsageError(
-                f"{flag}: {path} lies in the core of the bundle.", f"Name a file in {bundle / 'reports'} or elsewhere."
+                f"{flag}: {path} lies in the core of the bundle.", f"Name a file in {bundle / REPORTS} or elsewhere."
             )
         if any(source == place or source in place.parents for source in sources):
             raise UsageError(f"{flag}: {path} lies in what is read.", "Name another path.")

@@ -56,6 +56,7 @@ def command(
     path = api.export(
         checkpoint, output, dtype=dtype, quantize=quantize, block=None if block is None else int(block), head=head,
         calibration=calibration, max_length=max_length, check=check, force=force, on_progress=say,
+        on_warning=lambda text: click.echo(f"Warning: {text}", err=True),
     )  # fmt: skip
     say("done")
     bundle = open_bundle(path)

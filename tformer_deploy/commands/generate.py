@@ -12,6 +12,7 @@ import click
 
 from tformer_deploy.backends import open_session
 from tformer_deploy.bundle import open_bundle
+from tformer_deploy.bundle.finite import require_finite
 from tformer_deploy.commands.options import generation_options, sampling_options, stop_strings
 from tformer_deploy.errors import InputError
 from tformer_deploy.generation import Generator, Request, load_tokenizer
@@ -37,10 +38,17 @@ def command(
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows less than Unicode
     options = sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
     opened = open_bundle(bundle)
+    require_finite(opened)
     tokenizer = load_tokenizer(opened)
     if tokenizer is None:
         raise InputError(f"{bundle} has no tokenizer.", "Use `tformer-deploy run` with input_ids.")
     ids = tokenizer.encode_chat(prompt) if chat else tokenizer.encode(prompt)
+    vocab_size = opened.manifest.config.vocab_size
+    if bad := [i for i in ids if i >= vocab_size]:
+        raise InputError(
+            f"The prompt has the token id {tokenizer.name(bad[0])}; the model's go from 0 to {vocab_size - 1}.",
+            "Leave that token out: the tokenizer knows more tokens than the model.",
+        )
     request = Request(tuple(ids), options, max_new_tokens, stop_strings(stop), seed)
     session = open_session(opened, backend=backend, threads=threads, profile=profile)
     for note in session.backend.notes:

@@ -21,6 +21,7 @@ from tformer_deploy.batch.planner import DEFAULT_EDGES
 from tformer_deploy.batch.rows import Defaults, read_rows, scan
 from tformer_deploy.batch.sink import OrderedFile
 from tformer_deploy.bundle import open_bundle
+from tformer_deploy.bundle.finite import require_finite
 from tformer_deploy.commands.options import generation_options, sampling_options, stop_strings
 from tformer_deploy.errors import InputError, UsageError
 from tformer_deploy.generation import Generator, load_tokenizer
@@ -60,6 +61,7 @@ def command(
     if str(output) != "-" and bundle.resolve() in output.resolve().parents:
         raise UsageError(f"The output {output} lies in the bundle.", "Name a path outside the bundle.")
     opened = open_bundle(bundle)
+    require_finite(opened)
     sink = OrderedFile(output, force)
     tokenizer = load_tokenizer(opened)
     defaults = Defaults(options, max_new_tokens, stop_strings(stop), seed)

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tformer_deploy.errors import InputError, ResourceError
+from tformer_deploy.errors import InputError, ResourceError, escaped
 
-SECONDS = 5
+SECONDS = 2  # of CPU; a template takes milliseconds
 MIB = 1024
 _CHILD = Path(__file__).with_name("chat_sandbox.py")
 _HINT = "Use another template, or leave --chat out."
@@ -39,6 +39,8 @@ def render(template: str, messages: list[dict[str, str]], bos_token: str, eos_to
     except ValueError:
         raise ResourceError(limit, _HINT) from None
     if "error" in answer:
-        raise InputError(f"The chat template cannot be used: {answer['error']}", _HINT)
+        raise InputError(f"The chat template cannot be used: {escaped(answer['error'])}", _HINT)
+    if "limit" in answer:
+        raise ResourceError(f"The chat template does too much: {escaped(answer['limit'])}", _HINT)
     text: str = answer["text"]
     return text

@@ -8,7 +8,7 @@ import resource
 import sys
 from typing import Any, NoReturn
 
-_OUTPUT = 2**24  # characters
+_OUTPUT = 2**22  # characters; no context is that long
 
 
 def main() -> None:
@@ -20,6 +20,7 @@ def main() -> None:
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     request: dict[str, Any] = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"], request["seconds"]))
     resource.setrlimit(resource.RLIMIT_AS, (request["mib"] << 20, request["mib"] << 20))
     try:
@@ -28,9 +29,11 @@ def main() -> None:
             messages=request["messages"], bos_token=request["bos_token"], eos_token=request["eos_token"],
             add_generation_prompt=True, tools=None, documents=None,
         )  # fmt: skip
-        answer = json.dumps({"text": text}) if len(text) <= _OUTPUT else ""
+        answer = json.dumps({"text": text} if len(text) <= _OUTPUT else {"limit": f"it writes more than {_OUTPUT} characters"})
     except MemoryError:
         return
+    except (OverflowError, RecursionError) as e:  # a range that is too long, macros that call each other without end
+        answer = json.dumps({"limit": str(e)[:300]})
     except Exception as e:
         answer = json.dumps({"error": f"{type(e).__name__}: {str(e)[:300]}"})
     print(answer)

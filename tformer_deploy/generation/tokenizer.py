@@ -2,68 +2,62 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tformer_deploy.errors import InputError
 from tformer_deploy.generation.chat import render
-from tformer_deploy.strict_json import parse_json
+from tformer_deploy.generation.tokenizer_process import TokenizerProcess
+from tformer_deploy.strict_json import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from tformer_deploy.bundle import Bundle
 
 # Ids of the prompt that are decoded before a completion: some decoders drop the first token's leading space.
 _CONTEXT = 4
 _INCOMPLETE = "\ufffd"
 
 
+class Assets(Protocol):
+    """Files that came with a checkpoint, by name: a ``Bundle``, or what will become one."""
+
+    def asset(self, name: str) -> bytes | None:
+        """Its bytes; None where there is none."""
+
+
 class Tokenizer:
     """A bundle's tokenizer and chat template."""
 
     def __init__(self, data: bytes, template: str | None = None, bos_token: str = "", eos_token: str = "") -> None:
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as e:
-            hint = "Export the checkpoint again with a tokenizer that loads."
-            raise InputError(f"tokenizer.json cannot be read: {e}", hint) from None
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._process = TokenizerProcess(data)
         self._template, self._bos, self._eos = template, bos_token, eos_token
 
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt, with what the tokenizer's own post-processor adds.
 
         Raises:
-            InputError: The text holds lone surrogates.
+            InputError: The text holds lone surrogates, or a character that has no token.
+            ResourceError: It takes too long or too much memory.
         """
-        _require_text(text)
-        return list(self._tokenizer.encode(text).ids)
+        _require_text(text, "The text")
+        return self._process.encode(text, special=True)
 
     def encode_chat(self, text: str) -> list[int]:
         """Ids of one user turn in the checkpoint's chat template, which writes its own special tokens.
 
         Raises:
             InputError: There is no template, or it is faulty.
+            ResourceError: It takes too long or too much memory.
         """
         if self._template is None:
             raise InputError("The bundle has no chat template.", "Leave --chat out.")
-        _require_text(text)
+        _require_text(text, "The text")
         prompt = render(self._template, [{"role": "user", "content": text}], self._bos, self._eos)
-        return list(self._tokenizer.encode(prompt, add_special_tokens=False).ids)
+        _require_text(prompt, "What the chat template writes")
+        return self._process.encode(prompt, special=False)
 
     def decode(self, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
         """The text that ``ids`` add after ``prompt``; ids that the tokenizer does not know are empty."""
-        context = list(prompt[-_CONTEXT:])
-        before = self._tokenizer.decode(context, skip_special_tokens=True)
-        after: str = self._tokenizer.decode([*context, *ids], skip_special_tokens=True)
-        if after.startswith(before):
-            return after[len(before) :]
-        # A character of several tokens may be completed by the new ones.
-        alone: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return alone
+        return self._process.decode(list(ids), list(prompt[-_CONTEXT:]))
 
     def decode_so_far(self, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
         """As :meth:`decode`, without what may be an incomplete character at the end: what may be shown while more is coming.
@@ -72,33 +66,39 @@ class Tokenizer:
         """
         return self.decode(ids, prompt).rstrip(_INCOMPLETE)
 
+    def name(self, index: int) -> str:
+        """An id as it may stand in a message: with its token, where it has one."""
+        token = self._process.token(index)
+        return f"{index}" if token is None else f"{index} ({token[:80]!a})"
 
-def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """The bundle's tokenizer; None where it has none.
+
+def load_tokenizer(source: Assets) -> Tokenizer | None:
+    """The tokenizer of a bundle; None where it has none.
 
     Raises:
         InputError: It is damaged.
+        ResourceError: Loading takes too long or too much memory.
     """
-    data = bundle.asset("tokenizer.json")
+    data = source.asset("tokenizer.json")
     if data is None:
         return None
-    raw = bundle.asset("tokenizer_config.json")
-    config = parse_json(raw, "tokenizer_config.json") if raw else {}
-    if not isinstance(config, dict):
-        raise InputError(f"tokenizer_config.json holds a JSON {type(config).__name__}; expected an object.")
-    separate = bundle.asset("chat_template.jinja")
+    raw = source.asset("tokenizer_config.json")
+    config = parse_object(raw, "tokenizer_config.json") if raw else {}
+    separate = source.asset("chat_template.jinja")
     try:
         template = separate.decode("utf-8") if separate is not None else _template(config.get("chat_template"))
     except UnicodeDecodeError as e:
-        raise InputError(f"chat_template.jinja is not UTF-8: byte {e.start}.") from None
+        hint = "Get the file again from where the checkpoint came."
+        raise InputError(f"chat_template.jinja is not UTF-8: byte {e.start}.", hint) from None
     return Tokenizer(data, template, _token(config.get("bos_token")), _token(config.get("eos_token")))
 
 
-def _require_text(text: str) -> None:
+def _require_text(text: str, what: str) -> None:
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise InputError("The text holds a lone surrogate, which is no character.") from None
+    except UnicodeEncodeError as e:
+        message = f"{what} holds the lone surrogate {text[e.start]!a} (character {e.start + 1}), which is no character."
+        raise InputError(message, "Write the text in valid Unicode.") from None
 
 
 def _template(value: Any) -> str | None:

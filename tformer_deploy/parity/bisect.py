@@ -147,6 +147,8 @@ def _parts(value: str) -> tuple[str, ...]:
 
 def _of_row(array: NDArray[np.generic], row: int, first: int, end: int, start: int) -> NDArray[np.float64]:
     """Positions ``first … end - 1`` of a row as [S, width], from [B, S, width] or from caches [B, K, C, D]."""
+    if row >= len(array):  # a graph that lost a row: no position of it is right
+        return np.empty((0, 0))
     if array.ndim == 4:
         slots = array[row, :, first:end].swapaxes(0, 1)
         return slots.reshape(end - first, -1).astype(np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tformer_deploy.bundle.signature import LOGITS
@@ -92,11 +93,11 @@ class Run:
             lost += "; only the caches are left to look at." if self.only_caches else "; the others were looked at."
         if self.first is None:
             return f"Bisect, {self.name}: graph and reference agree everywhere.{lost}"
-        so_far = "" if self.before is None else f"; {self.before.name} still agrees"
-        return (
-            f"Bisect, {self.name}: graph and reference part in {self.place}: {self.first.name} is off by {self.first.error:.2g} "
-            f"of its size (line {self.first.line:.2g}){so_far}.{lost}"
-        )
+        so_far = "" if self.before is None else f"; up to {self.before.name} they agree"
+        size = f"relative error {self.first.error:.2g}, line {self.first.line:.2g}"
+        if math.isnan(self.first.error):
+            size = "not finite, or of another shape"
+        return f"Bisect, {self.name}: graph and reference part in {self.place}: {self.first.name} ({size}){so_far}.{lost}"
 
     @property
     def only_caches(self) -> bool:

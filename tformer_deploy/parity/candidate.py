@@ -10,7 +10,7 @@ from tformer_deploy.parity.gates import GATES
 from tformer_deploy.parity.profile import Profile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -57,9 +57,10 @@ class Candidate:
             cache.write(layer, pattern, -pattern)
         return cache
 
-    def read(self, cache: KVCache) -> list[NDArray[np.float32]]:
-        """Copies of all keys and values, each [B, K, C, D]: key, then value, layer by layer."""
-        return [tensor for layer in self.layers for tensor in cache.read(layer)]
+    def read(self, cache: KVCache) -> Iterator[NDArray[np.float32]]:
+        """Copies of all keys and values, each [B, K, C, D]: key, then value, layer by layer; one layer in memory at a time."""
+        for layer in self.layers:
+            yield from cache.read(layer)
 
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: KVCache, positions: NDArray[np.int64] | None = None

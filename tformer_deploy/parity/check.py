@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import platform
 import resource
@@ -100,12 +102,7 @@ def check_bundle(
         notes += _source_notes(bundle, checkpoint)
     values = _Values()
     if checkpoint is None or _same_shape(config, checkpoint.config):
-        values = _compare_values(bundle, checkpoint, plan, suite, profile, on_progress)
-        if find_layer:
-            on_progress("bisect")
-            values.bisection = bisect(bundle, lambda: _reference(bundle, checkpoint), plan)
-            notes_of_bisection = values.bisection.sentences(any(c.verdict == "red" for c in values.checks))
-            values.notes += notes_of_bisection
+        values = _compare_values(bundle, checkpoint, plan, suite, profile, find_layer, on_progress)
     else:
         notes.append("The checkpoint is of another shape, so that no values could be compared.")
     return Report(
@@ -131,6 +128,7 @@ def _compare_values(
     plan: Plan,
     suite: Suite,
     profile: ProfileName,
+    find_layer: bool,
     on_progress: Callable[[str], None],
 ) -> _Values:
     """Values on ONNX Runtime against the PyTorch reference, and what a reader must know about them."""
@@ -149,10 +147,10 @@ def _compare_values(
         values.checks.append(judge("PyTorch reference", "ran to the end", 0, 1, "==", oracle))
         return values
     values.checks.append(judge("PyTorch reference", "values not finite", oracle.not_finite, 0, "=="))
-    gc.collect()
+    _give_memory_back()
     on_progress("ONNX Runtime")
     _run(bundle, plan, oracle, suite, profile, values, on_progress)
-    gc.collect()  # the runtime's memory goes before the reference comes back
+    _give_memory_back()  # the runtime's memory goes before the reference comes back
     if any(c.verdict == "red" for c in values.checks):
         on_progress("PyTorch's own rounding")
         lines, note = own_lines(_reference(bundle, checkpoint), bundle.manifest.dtype, plan, oracle)
@@ -161,6 +159,10 @@ def _compare_values(
             values.checks = judge_again(values.checks, lines)
     if bundle.manifest.quantization is not None:
         _add_deployed(bundle, checkpoint, plan, oracle, suite, profile, values, on_progress)
+    if find_layer:
+        on_progress("bisect")
+        values.bisection = bisect(bundle, lambda: _reference(bundle, checkpoint), plan)
+        values.notes += values.bisection.sentences(red=any(c.verdict == "red" for c in values.checks))
     return values
 
 
@@ -209,11 +211,20 @@ def _run(
             on_progress("optimisation levels")
             deployed = trace(candidate)
             del candidate  # one runtime in memory at a time
-            gc.collect()
+            _give_memory_back()
             plain = Candidate(OnnxRuntimeBackend(bundle, optimised=False), dtype, plan, oracle)
             values.checks += levels(plain, deployed)
-    except InputError as e:  # the runtime's own error in the product's words; running out of memory is another one
-        values.checks.append(judge("graphs", "ran to the end", 0, 1, "==", str(e)[:500]))
+    except (InputError, AssertionError, ValueError, IndexError) as e:
+        # The runtime's own error in the product's words, or outputs of another shape; running out of memory is another one.
+        reason = str(e) if isinstance(e, InputError) else f"{type(e).__name__}: {e}"
+        values.checks.append(judge("graphs", "ran to the end", 0, 1, "==", reason[:500]))
+
+
+def _give_memory_back() -> None:
+    """What was freed goes back to the system: the reference and the runtime are never wanted in memory together."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:

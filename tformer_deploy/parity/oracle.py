@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tformer_deploy.parity.metrics import margin_of, negative_log_likelihood
+from tformer_deploy.parity.spool import Spool
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from tformer_deploy.parity.plan import Plan
@@ -29,7 +33,7 @@ class Oracle:
         text: For each window of the text, -log p of every id but the first, float64.
     """
 
-    logits: list[NDArray[np.float32]]
+    logits: Sequence[NDArray[np.float32]]
     caches: list[list[tuple[NDArray[np.float32], NDArray[np.float32]]]]
     greedy: list[list[tuple[int, float]]]
     edges: list[NDArray[np.float32]] = field(default_factory=list)
@@ -38,15 +42,15 @@ class Oracle:
     @property
     def not_finite(self) -> int:
         """Values among them that are no finite number."""
-        arrays: list[NDArray[Any]] = [*self.logits, *self.edges, *self.text]
-        arrays += [array for row in self.caches for layer in row for array in layer]
-        return sum(int(array.size - np.isfinite(array).sum()) for array in arrays)
+        small: list[NDArray[Any]] = [*self.edges, *self.text, *(a for row in self.caches for layer in row for a in layer)]
+        rows = (row for logits in self.logits for row in logits)
+        return sum(int(array.size - np.isfinite(array).sum()) for array in chain(small, rows))
 
 
 @torch.inference_mode()
 def ask(decoder: Decoder, plan: Plan) -> Oracle:
     """Runs the reference over a plan, row by row."""
-    logits, caches = [], []
+    logits, caches = Spool(), []
     for row in plan.rows:
         ids = torch.tensor([row])
         logits.append(decoder(ids)[0].float().numpy())

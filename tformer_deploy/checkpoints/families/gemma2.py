@@ -32,7 +32,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         post_norm=True,
         activation=reader.take_choice("hidden_activation", ACTIVATIONS, default="gelu_pytorch_tanh"),
         rope=rope,
-        attention_scale=reader.take("query_pre_attn_scalar", float, default=256.0) ** -0.5,
+        attention_scale=reader.take("query_pre_attn_scalar", float, 1e-6, default=256.0) ** -0.5,
         attention_softcap=softcap(reader, "attn_logit_softcapping", 50.0),
         embedding_scale=sizes.d_model**0.5,
         logit_softcap=softcap(reader, "final_logit_softcapping", 30.0),

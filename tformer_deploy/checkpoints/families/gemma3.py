@@ -40,7 +40,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         activation=reader.take_choice("hidden_activation", ACTIVATIONS, default="gelu_pytorch_tanh"),
         rope=rope,
         window_rope=window_rope if windows.window_layers and window_rope != rope else None,
-        attention_scale=reader.take("query_pre_attn_scalar", float, default=256.0) ** -0.5,
+        attention_scale=reader.take("query_pre_attn_scalar", float, 1e-6, default=256.0) ** -0.5,
         embedding_scale=sizes.d_model**0.5,
         logit_softcap=softcap(reader, "final_logit_softcapping", None),
         qkv_bias=bias,

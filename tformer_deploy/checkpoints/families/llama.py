@@ -20,8 +20,8 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     rope, max_length = read_rope(reader, sizes.head_dim, reader.take_length("max_position_embeddings"))
     bias = reader.take("attention_bias", bool, default=False)
     reader.require("rope_interleaved", False)
-    if set(map(str, reader.data.get("layer_types") or ())) <= {"full_attention"}:
-        reader.ignore("layer_types")
+    if set(map(str, reader.take("layer_types", list, default=[]))) - {"full_attention"}:
+        reader.require("layer_types")
     reader.ignore("pretraining_tp")  # splits products without changing them
     return ModelConfig(
         **sizes._asdict(),

@@ -20,12 +20,12 @@ def greedy(candidate: Candidate) -> list[Check]:
         if not wanted:
             continue
         prefix = _prefix(candidate, candidate.prompts[i], [token for token, _ in wanted])
-        checks.append(_judge(f"prompt {i}: tokens agreed", prefix, [m for _, m in wanted], candidate.gates.greedy_exact))
+        checks.append(judge_tokens(f"prompt {i}: tokens agreed", prefix, [m for _, m in wanted], candidate.gates.greedy_exact))
     return checks
 
 
-def _judge(metric: str, prefix: int, margins: Sequence[float], exact: bool) -> Check:
-    """``margins`` are the reference's at each token."""
+def judge_tokens(metric: str, prefix: int, margins: Sequence[float], exact: bool) -> Check:
+    """The verdict on ``prefix`` tokens that agreed; ``margins`` are the reference's at each token."""
     if any(math.isnan(m) for m in margins):  # then its best token means nothing, and agreeing with it means nothing
         return judge("greedy", metric, math.nan, len(margins), "==", "the reference's logits are not finite")
     margin = margins[prefix] if prefix < len(margins) else math.inf

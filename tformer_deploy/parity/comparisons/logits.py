@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tformer_deploy.backends.base import KVCache
     from tformer_deploy.parity.candidate import Candidate
 
 
@@ -41,9 +42,7 @@ def against_oracle(
     return logit_checks(group, compare_logits(wanted, found, candidate.gates.margin), candidate.gates)
 
 
-def cache_check(
-    candidate: Candidate, group: str, graph: str | None, found: Sequence[NDArray[np.float32]], lengths: Sequence[int]
-) -> Check:
+def cache_check(candidate: Candidate, group: str, graph: str | None, cache: KVCache, lengths: Sequence[int]) -> Check:
     """The first ``lengths`` slots of every cache against the oracle's.
 
     A half-precision key of size 100 is rounded 100 times as coarsely as one of size 1, so there the difference is taken
@@ -53,18 +52,18 @@ def cache_check(
         candidate: The backend under test.
         group: What the check is called.
         graph: Which graph's layers the figures are noted for; None notes nothing.
-        found: All keys and values [B, K, C, D].
+        cache: What was written.
         lengths: Slots of each row that are compared.
     """
     plain, worst = candidate.dtype == "fp32", 0.0
     for layer in candidate.layers:
-        by_kind = []
+        by_kind, found = [], cache.read(layer)
         for kind in (0, 1):
             wanted = [candidate.oracle.caches[row][layer][kind][:, :n] for row, n in enumerate(lengths)]
             scale = 1.0 if plain else max(1.0, *(float(np.abs(w).max()) for w in wanted))
             error = 0.0
             for row, n in enumerate(lengths):
-                error = worse(error, max_abs(wanted[row], found[2 * layer + kind][row, :, :n]) / scale)
+                error = worse(error, max_abs(wanted[row], found[kind][row, :, :n]) / scale)
             by_kind.append(error)
             worst = worse(worst, error)
         if graph is not None:

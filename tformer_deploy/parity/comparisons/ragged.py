@@ -11,7 +11,7 @@ from tformer_deploy.parity.gates import judge
 from tformer_deploy.parity.metrics import measure, summarise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from tformer_deploy.parity.gates import Check
 
 # Logits of one prefill call; with a large vocabulary the same batch is asked again for its other positions.
-_LOGIT_BYTES = 256 * 2**20
+_LOGIT_BYTES = 64 * 2**20
 
 
 def batch(candidate: Candidate) -> list[Check]:
     """Prefill logits at every position, teacher-forced steps, the caches, the slots left alone."""
     plan, cache = candidate.plan, candidate.cache(len(candidate.plan.rows))
-    width, before = max(plan.lengths), candidate.read(cache)
+    width, before = max(plan.lengths), list(candidate.read(cache))
     tables = _prefill_everywhere(candidate, cache)
-    after = candidate.read(cache)
-    touched = sum(not np.array_equal(b[:, :, width:], a[:, :, width:]) for b, a in zip(before, after, strict=True))
+    pairs = zip(before, candidate.read(cache), strict=True)
+    touched = sum(not np.array_equal(b[:, :, width:], a[:, :, width:]) for b, a in pairs)
     candidate.profile.add_logits("prefill", tables, [0] * len(tables), plan.rows, plan.lengths)
     checks = logit_checks("prefill, ragged batch", summarise(tables, candidate.gates.margin), candidate.gates)
-    checks.append(cache_check(candidate, "prefill caches", "prefill", after, plan.lengths))
+    checks.append(cache_check(candidate, "prefill caches", "prefill", cache, plan.lengths))
     checks.append(judge("prefill caches", "tensors touched past the prompt", touched, 0, "=="))
     if not plan.steps:
         return checks
     found: list[list[NDArray[np.float64]]] = [[] for _ in plan.rows]
     strayed = 0
     for step in range(plan.steps):
-        before = candidate.read(cache)
+        before = list(candidate.read(cache))
         lengths = [n + step for n in plan.lengths]
         new = [row[n : n + 1] for row, n in zip(plan.rows, lengths, strict=True)]
         logits = candidate.decode(new, lengths, cache)
@@ -50,7 +50,7 @@ def batch(candidate: Candidate) -> list[Check]:
     candidate.profile.add_logits("decode", tables, plan.lengths, plan.rows, plan.lengths)
     ends = [n + plan.steps for n in plan.lengths]
     checks += logit_checks("decode, teacher-forced", summarise(tables, candidate.gates.margin), candidate.gates)
-    checks.append(cache_check(candidate, "decode caches", "decode", candidate.read(cache), ends))
+    checks.append(cache_check(candidate, "decode caches", "decode", cache, ends))
     checks.append(judge("decode caches", "slots changed beside the written one", strayed, 0, "=="))
     return checks
 
@@ -68,7 +68,7 @@ def chunk(candidate: Candidate) -> list[Check]:
     ends = [n + plan.steps for n in plan.lengths]
     return [
         *against_oracle(candidate, "decode, several tokens at once", wanted, list(logits)),
-        cache_check(candidate, "several-token caches", None, candidate.read(cache), ends),
+        cache_check(candidate, "several-token caches", None, cache, ends),
     ]
 
 
@@ -87,7 +87,7 @@ def _prefill_everywhere(candidate: Candidate, cache: KVCache) -> list[NDArray[np
     return [np.concatenate(row) for row in tables]
 
 
-def _strayed(before: list[NDArray[np.float32]], after: list[NDArray[np.float32]], lengths: Sequence[int]) -> int:
+def _strayed(before: list[NDArray[np.float32]], after: Iterable[NDArray[np.float32]], lengths: Sequence[int]) -> int:
     """Slots that changed although they were not to be written."""
     count = 0
     for b, a in zip(before, after, strict=True):

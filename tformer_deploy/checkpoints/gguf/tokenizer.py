@@ -7,42 +7,21 @@ whose merges follow from the scores.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
+from tformer_deploy.checkpoints.gguf.pre_tokenizers import known_pre_tokenizers
 from tformer_deploy.checkpoints.tokens import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, Tokens, compare_sizes
 from tformer_deploy.errors import InputError, escaped
 
 if TYPE_CHECKING:
-    from tformer_deploy.checkpoints.gguf_file import GgufFile
+    from tformer_deploy.checkpoints.gguf.file import GgufFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SPACE = "▁"
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-class _Pre(NamedTuple):
-    """A pre-tokenizer by the name that llama.cpp gave it (``tokenizer.ggml.pre``)."""
-
-    steps: tuple[Any, ...]
-    adds_bos: bool = False
-    ignores_merges: bool = False
-
-
-def _pre_tokenizers() -> dict[str, _Pre]:
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    gpt2 = _Pre((level,))
-    digits = _Pre((pre_tokenizers.Digits(individual_digits=True), level))
-    split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated")
-    llama3 = _Pre((split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)), True, True)
-    return {
-        "gpt-2": gpt2, "smollm": digits, "starcoder": digits, "refact": digits,
-        "llama-bpe": llama3, "llama3": llama3, "llama-v3": llama3,
-    }  # fmt: skip
+_LONGEST = 4096  # characters of a token: every way to cut one in two is looked at
 
 
 class _Vocabulary:
@@ -60,6 +39,8 @@ class _Vocabulary:
         if len(self.ids) != len(self.tokens):
             twice = next(token for index, token in enumerate(self.tokens) if self.ids[token] != index)
             raise InputError(f"{self.place}: tokenizer.ggml.tokens has {escaped(twice)!r} twice.", _HINT)
+        if (longest := max(map(len, self.tokens), default=0)) > _LONGEST:
+            raise InputError(f"{self.place}: tokenizer.ggml.tokens has one of {longest} characters; at most {_LONGEST}.", _HINT)
         self.types: list[int] = self.array("token_type", int, len(self.tokens), [_NORMAL] * len(self.tokens))
 
     def array(self, key: str, kind: type, length: int | None, default: list[Any] | None = None) -> list[Any]:
@@ -135,7 +116,7 @@ def read_gguf_tokens(file: GgufFile, vocab_size: int) -> Tokens:
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """GPT-2's kind: bytes as printable characters, merges stored."""
-    name, known = vocabulary.text("ggml.pre"), _pre_tokenizers()
+    name, known = vocabulary.text("ggml.pre"), known_pre_tokenizers()
     if name is None or name not in known:
         raise InputError(f"{vocabulary.place}: tokenizer.ggml.pre is {name!r}; supported are {', '.join(known)}.", _OTHER)
     pre = known[name]
@@ -149,7 +130,9 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
         merges.append((left, right))
     model = models.BPE(vocab=vocabulary.ids, merges=merges, fuse_unk=False, ignore_merges=pre.ignores_merges)
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre.steps[0] if len(pre.steps) == 1 else pre_tokenizers.Sequence(list(pre.steps))
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre.step()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pre.adds_bos
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 _LARGEST_HEADER = 1 << 28  # bytes; vocabularies of 256k tokens take 10 MB
 _HINT = "Get the file again from where the checkpoint came."
+_MOST, _LONGEST = 100_000, 2_000_000  # tensors or keys; items of an array: what takes a byte there takes many in memory
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NATIVE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -140,8 +141,8 @@ class _Cursor:
         if version not in (2, 3):
             raise self.damaged(f"is GGUF version {version}; little-endian versions 2 and 3 are read")
         n_tensors, n_keys = self.scalar("Q"), self.scalar("Q")
-        if 24 * n_tensors + 12 * n_keys > self.limit:
-            raise self.damaged(f"says that it has {n_tensors} tensors and {n_keys} keys, more than its bytes hold")
+        if max(n_tensors, n_keys) > _MOST or 24 * n_tensors + 12 * n_keys > self.limit:
+            raise self.damaged(f"says that it has {n_tensors} tensors and {n_keys} keys, more than its bytes hold or a model has")
         return n_tensors, n_keys
 
     def take(self, count: int) -> bytes:
@@ -149,7 +150,10 @@ class _Cursor:
         if count > self.limit - self.position:
             raise self.damaged(f"ends inside its header: {count} bytes wanted at byte {self.position} of {self.limit}")
         self.position += count
-        return self.file.read(count)
+        content = self.file.read(count)
+        if len(content) < count:
+            raise self.damaged("ended early; it changed while it was read")
+        return content
 
     def scalar(self, form: str) -> Any:
         """The next number."""
@@ -176,6 +180,8 @@ class _Cursor:
 
     def _array(self) -> list[Any]:
         kind, count = self.scalar("I"), self.scalar("Q")
+        if count > _LONGEST:
+            raise self.damaged(f"has an array of {count} items at byte {self.position}; at most {_LONGEST} are read")
         if kind == _STRING:
             if 8 * count > self.limit:
                 raise self.damaged(f"has an array of {count} strings at byte {self.position}, more than its bytes hold")
