@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +12,7 @@ from tformer_deploy.bundle.quantization import block_for, is_matrix, untied
 from tformer_deploy.parity.gates import Check, judge
 from tformer_deploy.parity.metrics import KL, SAME_BEST, measure, negative_log_likelihood, summarise
 from tformer_deploy.parity.rounded_rows import rounded_rows
+from tformer_deploy.parity.spool import Spool
 from tformer_deploy.quantization.rounding import quantize
 from tformer_deploy.quantization.tensors import read_matrix
 from tformer_deploy.reference import Decoder
@@ -80,21 +79,19 @@ def accuracy(candidate: Candidate, bundle: Bundle, checkpoint: Checkpoint, suite
     else:
         name, rows = text.name, list(text.windows)
     prefill, steps, plain = _Distance(), _Distance(), _Distance()
-    with tempfile.TemporaryDirectory(prefix="tformer-deploy-") as folder:
-        # As large as the model where the vocabulary is; on disk, so that they are not held beside it.
-        files = [Path(folder) / f"{i}.npy" for i in range(len(rows))]
-        for row, file in zip(rows, files, strict=True):
-            np.save(file, _logits(reference, row))
-        for row, file in zip(rows, files, strict=True):
-            everywhere = np.arange(len(row), dtype=np.int64)[None]
-            found = candidate.prefill([row], candidate.backend.allocate(1, len(row)), everywhere)[0]
-            prefill.add(np.load(file, mmap_mode="r"), found, row[1:])
-        _decode(candidate, rows, files, steps)
-        if quantization.kind == "int4":
-            _round_plainly(reference, checkpoint)
-            with rounded_rows(reference, PLAIN_BLOCK):
-                for row, file in zip(rows, files, strict=True):
-                    plain.add(np.load(file, mmap_mode="r"), _logits(reference, row), row[1:])
+    wanted = Spool()
+    for row in rows:
+        wanted.append(_logits(reference, row))
+    for row, want in zip(rows, wanted, strict=True):
+        everywhere = np.arange(len(row), dtype=np.int64)[None]
+        found = candidate.prefill([row], candidate.backend.allocate(1, len(row)), everywhere)[0]
+        prefill.add(want, found, row[1:])
+    _decode(candidate, rows, wanted, steps)
+    if quantization.kind == "int4":
+        _round_plainly(reference, checkpoint)
+        with rounded_rows(reference, PLAIN_BLOCK):
+            for row, want in zip(rows, wanted, strict=True):
+                plain.add(want, _logits(reference, row), row[1:])
     group = f"deployed against the unquantised model, {name}"
     checks = [judge(group, "tokens compared", sum(map(len, rows)), 2, ">=", f"{len(rows)} rows")]
     if quantization.kind == "int8":
@@ -146,22 +143,22 @@ def _stepped(row: Row) -> tuple[int, int]:
     return half, min(half + _STEPS, len(row)) if half else half
 
 
-def _decode(candidate: Candidate, rows: Sequence[Row], files: Sequence[Path], distance: _Distance) -> None:
-    """The first half of each row is prefilled, then all rows together take single steps."""
-    halves = [_stepped(row) for row in rows]
-    count = min(last - first for first, last in halves)
+def _decode(candidate: Candidate, rows: Sequence[Row], wanted: Spool, distance: _Distance) -> None:
+    """The first half of each row is prefilled, then all rows together take single steps; a short last row is left out."""
+    count = max(last - first for first, last in map(_stepped, rows))
     if count < 1:
         return
-    cache = candidate.backend.allocate(len(rows), max(map(len, rows)))
-    candidate.prefill([row[:first] for row, (first, _) in zip(rows, halves, strict=True)], cache)
+    taken = [i for i, (first, last) in enumerate(map(_stepped, rows)) if last - first == count]
+    starts = [_stepped(rows[i])[0] for i in taken]
+    cache = candidate.backend.allocate(len(taken), max(len(rows[i]) for i in taken))
+    candidate.prefill([rows[i][:start] for i, start in zip(taken, starts, strict=True)], cache)
     found: list[NDArray[np.float32]] = []
     for step in range(count):
-        lengths = [first + step for first, _ in halves]
-        found.append(candidate.decode([row[n : n + 1] for row, n in zip(rows, lengths, strict=True)], lengths, cache)[:, 0])
-    for i, (row, file) in enumerate(zip(rows, files, strict=True)):
-        first = halves[i][0]
-        want = np.load(file, mmap_mode="r")[first : first + count]
-        distance.add(want, np.stack([logits[i] for logits in found]), row[first + 1 : first + 1 + count])
+        lengths = [start + step for start in starts]
+        found.append(candidate.decode([rows[i][n : n + 1] for i, n in zip(taken, lengths, strict=True)], lengths, cache)[:, 0])
+    for place, (i, start) in enumerate(zip(taken, starts, strict=True)):
+        have = np.stack([logits[place] for logits in found])
+        distance.add(wanted[i][start : start + count], have, rows[i][start + 1 : start + 1 + count])
 
 
 def _untied_reference(checkpoint: Checkpoint) -> Decoder:
