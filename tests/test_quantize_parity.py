@@ -303,6 +303,9 @@ def test_rounded_rows_when_entered_then_inputs_have_255_levels_a_block_and_after
 
 
 def test_export_when_the_check_is_red_then_no_bundle_is_kept(tmp_path):
-    with pytest.raises(api.ParityError, match="prefill: mean KL"):
+    with pytest.raises(api.ParityError, match="prefill: mean KL") as e:
         api.export(CHECKPOINT, tmp_path / "b", quantize="int4", block=128)
+    assert str(e.value.hint).startswith(
+        "Try --calibration with a text that the model is meant for, --block 32, --head int8, --quant"
+    )
     assert not (tmp_path / "b").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tformer_deploy.bundle import open_bundle
-from tformer_deploy.bundle.quantization import Calibration, Quantization, default_block
+from tformer_deploy.bundle.quantization import BLOCKS, Calibration, Quantization, default_block
 from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError, UsageError
 from tformer_deploy.generation import load_tokenizer
 from tformer_deploy.parity.text import read_beginning
@@ -87,7 +87,8 @@ def export(
     if stored and on_progress is not None:
         rest = "every weight" if quantization is None else "what is not quantised"
         on_progress(f"the checkpoint stores {' and '.join(stored)}; the bundle holds {rest} in {dtype}")
-    verify = (lambda folder: check_in_child(folder, Path(decoder_or_path))) if check else None
+    hint = None if quantization is None else _cure(quantization)
+    verify = (lambda folder: check_in_child(folder, Path(decoder_or_path), hint)) if check else None
     written: Path = exporter.export_bundle(
         checkpoint, bundle_path, dtype=dtype, quantization=quantization, calibration=rows, max_length=max_length, force=force,
         verify=verify, on_progress=on_progress,
@@ -113,7 +114,7 @@ def _quantization(
         module = load("tformer_deploy.quantization.calibration", "export")
         rows = module.calibration_rows(calibration, None if tokenizer is None else tokenizer.encode, config, config.max_length)
         record = Calibration(calibration.name, len(rows), sum(map(len, rows)))
-    return Quantization(kind, head or kind, block or default_block(kind, calibration is not None), record), rows
+    return Quantization(kind, head or kind, block or default_block(calibration is not None), record), rows
 
 
 def check(
@@ -164,8 +165,23 @@ def build_engine(bundle_path: str | Path, **options: Any) -> Any:
     return load("tformer_deploy.exporters.tensorrt", "tensorrt-rtx").build(bundle_path, **options)
 
 
-def check_in_child(bundle: Path, checkpoint: Path) -> None:
+def _cure(quantization: Quantization) -> str:
+    """What makes a quantised bundle more exact."""
+    ways = [] if quantization.calibration else ["--calibration with a text that the model is meant for"]
+    ways += ["--block 32"] if quantization.block > BLOCKS[0] else []
+    ways += ["--head int8"] if quantization.head == "int4" else []
+    ways += ["--quantize int8"] if quantization.kind == "int4" else []
+    look = "export with --no-check and run `tformer-deploy check` to look at it"
+    return f"Try {', '.join(ways)}; or {look}." if ways else f"{look[0].upper()}{look[1:]}, or leave --quantize out."
+
+
+def check_in_child(bundle: Path, checkpoint: Path, hint: str | None = None) -> None:
     """Runs the quick check in a process of its own, so that its memory is given back and its libraries start fresh.
+
+    Args:
+        bundle: The new bundle.
+        checkpoint: What it came from.
+        hint: What to do where it is red.
 
     Raises:
         ParityError: It is red.
@@ -176,7 +192,7 @@ def check_in_child(bundle: Path, checkpoint: Path) -> None:
     if done.returncode == 1 and done.stdout:
         raise ParityError(
             f"The exported graphs differ from PyTorch; no bundle is kept.\n{done.stdout.rstrip()}",
-            "Export again with --no-check and run `tformer-deploy check` to look at it.",
+            hint or "Export again with --no-check and run `tformer-deploy check` to look at it.",
         )
     if done.returncode:
         kinds: dict[int, type[TformerError]] = {e.exit_code: e for e in (CapabilityError, StorageError, ResourceError)}

@@ -63,9 +63,9 @@ class Quantization:
         return self.head if name == HEAD else self.kind
 
 
-def default_block(kind: Kind, calibrated: bool) -> int:
+def default_block(calibrated: bool) -> int:
     """Inputs that share a scale where nobody says how many; docs/quantization.md has the measurements."""
-    return 128 if kind == "int4" and calibrated else 32
+    return 128 if calibrated else 32
 
 
 def block_for(width: int, largest: int) -> int:

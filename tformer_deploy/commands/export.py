@@ -26,7 +26,7 @@ from tformer_deploy.config import DTYPES, DType
     "--block",
     type=click.Choice([str(b) for b in BLOCKS]),
     default=None,
-    help="Inputs that share a scale.  [default: 128 for calibrated int4, else 32]",
+    help="Inputs that share a scale.  [default: 128 with --calibration, else 32]",
 )
 @click.option("--head", type=click.Choice(KINDS), default=None, help="Of the head alone.  [default: as --quantize]")
 @click.option(
