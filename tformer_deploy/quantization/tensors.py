@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tformer_deploy.bundle.quantization import EMBEDDING, HEAD, block_for, is_matrix, scale_name, untied
@@ -104,9 +105,9 @@ def read_plain(source: WeightSource, name: str) -> Tensor:
 
 
 def read_matrix(source: WeightSource, name: str) -> Tensor:
-    """[K, N] float32; a tied head is the embedding, turned."""
+    """[K, N] float32; a tied head is a view of the embedding, turned."""
     if name == HEAD and HEAD not in source.tensors:
-        return source.read(EMBEDDING, torch.float32).T.contiguous()
+        return source.read(EMBEDDING, torch.float32).T
     return source.read(name, torch.float32)
 
 
@@ -131,9 +132,7 @@ class _Calibrated:
         for name, module in decoder.named_children():
             if name in ("positions", "embedding_norm", "rope", "window_rope", "alibi"):
                 self._fill(module, name)
-        decoder.embedding.to_empty(device="cpu")
-        with torch.no_grad():
-            decoder.embedding.weight.copy_(embedding)
+        decoder.embedding = _Table(embedding)  # type: ignore[assignment]
         with torch.inference_mode():
             for ids in self.rows:
                 x, step = decoder.enter(ids, None, None, training=True)
@@ -142,6 +141,7 @@ class _Calibrated:
         for name, module in decoder.named_children():
             if name != "blocks":
                 module.to("meta")
+        decoder.embedding.table = torch.empty(0)
 
     def next_part(self, first: str) -> dict[str, Quantized]:
         """The rounded matrices of the block, or of the head, whose first one is ``first``."""
@@ -214,6 +214,18 @@ def _stacked(rows: Rows) -> list[Tensor]:
         else:
             stacks.append([row])
     return [torch.tensor(stack) for stack in stacks]
+
+
+class _Table(nn.Module):
+    """Looks rows up as they are stored; the table itself is never made float64."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[…] int64 → […, d] float64."""
+        return F.embedding(ids, self.table).double()
 
 
 class _Moments:
