@@ -20,7 +20,7 @@ from tformer_deploy.errors import InputError
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
 
-from tformer_deploy.exporters.tensorrt.derive import BundleSource, derive_bundle  # noqa: E402
+from tformer_deploy.exporters.tensorrt.derive import BundleSource, derive_bundle
 
 
 @pytest.fixture(scope="module")
