@@ -25,7 +25,7 @@ def _config(**changes: Any) -> Callable[[Manifest], Any]:
 
 
 EDITS: dict[str, tuple[Callable[[Manifest], Any], str]] = {
-    "schema newer": (lambda m: m.update(schema=2), "schema"),
+    "schema newer": (lambda m: m.update(schema=3), "schema"),
     "schema much newer, with new fields": (lambda m: m.update(schema=2**40, later={"a": 1}), "schema"),
     "schema older": (lambda m: m.update(schema=0), "schema"),
     "schema missing": (lambda m: m.pop("schema"), "schema"),

@@ -22,12 +22,15 @@ ALLOWED: dict[str, set[str]] = {
     "bundle": {"errors", "strict_json", "config", "parameters", "backends"},  # backends: Bundle.session(), by name at call time
     "checkpoints": {"errors", "strict_json", "config", "parameters"},
     "reference": {"errors", "strict_json", "config", "checkpoints"},
-    "backends": {"errors", "strict_json", "config", "bundle", "reference", "checkpoints"},
+    "quantization": {"errors", "strict_json", "config", "parameters", "bundle", "reference"},
+    "backends": {"errors", "strict_json", "config", "bundle", "reference", "checkpoints", "quantization"},
     "generation": {"errors", "strict_json", "config", "bundle", "backends"},
     "batch": {"errors", "strict_json", "config", "bundle", "backends", "generation"},
-    "parity": {"errors", "strict_json", "config", "bundle", "checkpoints", "reference", "backends"},
-    "exporters": {"errors", "strict_json", "config", "parameters", "bundle", "checkpoints", "reference", "backends", "parity"},
-}
+    "parity": {"errors", "strict_json", "config", "bundle", "checkpoints", "reference", "quantization", "backends"},
+    "exporters": {
+        "errors", "strict_json", "config", "parameters", "bundle", "checkpoints", "reference", "quantization", "backends", "parity",
+    },
+}  # fmt: skip
 BANNED = re.compile(r"(^|_)(utils?|helpers?|common|misc|managers?|extra_options)(_|$)", re.IGNORECASE)
 
 

@@ -149,7 +149,7 @@ def test_manifest_when_it_lies_then_is_refused_by_name(edit, named):
 )
 def test_manifest_when_its_schema_is_newer_then_says_what_to_install(versions, hint):
     with pytest.raises(InputError) as e:
-        parse_manifest(json.dumps({"schema": 2, "versions": versions, "unknown": 1}).encode())
+        parse_manifest(json.dumps({"schema": 3, "versions": versions, "unknown": 1}).encode())
     assert hint in str(e.value.hint)
     assert "\x1b" not in str(e.value)
 

@@ -132,6 +132,19 @@ def test_greedy_when_weights_are_hot_then_the_ids_that_python_gives(run, request
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_greedy_when_weights_are_quantised_then_the_ids_that_python_gives(run, llama_checkpoint, tmp_path, kind):
+    bundle, ids = export(llama_checkpoint, tmp_path / "b", quantize=kind, check=False), [5, 99, 1, 130, 42, 7]
+    session = open_bundle(bundle).session(threads=1, profile="portable")
+    logits, wanted = session.prefill([ids]), []
+    for _ in range(20):
+        wanted.append(int(logits[0].argmax()))
+        logits = session.decode(wanted[-1:])
+    result = run(bundle, "--max-new-tokens", "20", ids=",".join(map(str, ids)))
+    assert list(map(int, result.stdout.split())) == wanted
+    assert result.stderr == "cache copies: 0\n"
+
+
 def test_greedy_when_past_and_present_are_apart_then_the_copies_are_counted_and_it_fails(run, stories):
     good, copied = (run(stories, "--max-new-tokens", "5", "--copy-caches", flag) for flag in "01")
     assert copied.returncode == 1
@@ -199,9 +212,11 @@ RECORD = {"sha256": "0" * 64, "size": 1}
         (lambda m: m["files"]["weights.bin"].update(extra=1), ("unknown field", "extra")),
         (lambda m: m["files"].pop("weights.bin"), ("files lacks weights.bin",)),
         (lambda m: m.update(files=[]), ("files is no object",)),
-        (lambda m: m.update(schema=2), ("schema is 2", 'made by tformer-deploy "0.')),
-        (lambda m: m.update(schema=2, versions=[]), ("schema is 2", "null")),
-        (lambda m: m.update(schema=2, later="field"), ("schema is 2",)),
+        (lambda m: m.update(schema=3), ("schema is 3", 'made by tformer-deploy "0.')),
+        (lambda m: m.update(schema=3, versions=[]), ("schema is 3", "null")),
+        (lambda m: m.update(schema=3, later="field"), ("schema is 3",)),
+        (lambda m: m.update(schema=2), ("lacks the field quantization",)),
+        (lambda m: m.update(quantization={"kind": "int8"}), ("unknown field", "quantization")),
         (lambda m: m.update(schema=0), ("schema is 0",)),
         (lambda m: m.pop("schema"), ("schema is null",)),
         (lambda m: m.update(extra=1), ("unknown field", "extra")),

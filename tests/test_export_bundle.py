@@ -50,7 +50,7 @@ def no_graphs(monkeypatch, small_bundle):
     """Tracing replaced by the finished graph of the same checkpoint, for tests of everything around it."""
     import onnx_ir as ir
 
-    def finished(config, dtype, phase, tensors, build_id):
+    def finished(config, dtype, phase, tensors, build_id, quantized=False):
         model = ir.load(small_bundle / f"{phase}.onnx")
         model.metadata_props["tformer_deploy.build"] = build_id
         return model

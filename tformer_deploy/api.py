@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tformer_deploy.bundle import open_bundle
-from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError
+from tformer_deploy.bundle.quantization import BLOCKS, Calibration, Quantization, default_block
+from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError, UsageError
 from tformer_deploy.generation import load_tokenizer
 from tformer_deploy.parity.text import read_beginning
 
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tformer_deploy.backends.cpu.opening import ProfileName
-    from tformer_deploy.config import DType
+    from tformer_deploy.bundle.quantization import Kind
+    from tformer_deploy.config import DType, ModelConfig
+    from tformer_deploy.generation import Tokenizer
     from tformer_deploy.parity import Report
+    from tformer_deploy.quantization.calibration import Rows
     from tformer_deploy.reference import Decoder
 
 
@@ -35,6 +39,10 @@ def export(
     bundle_path: str | Path,
     *,
     dtype: DType = "fp32",
+    quantize: Kind | None = None,
+    block: int | None = None,
+    head: Kind | None = None,
+    calibration: str | Path | None = None,
     max_length: int | None = None,
     check: bool = True,
     force: bool = False,
@@ -47,6 +55,10 @@ def export(
         decoder_or_path: A ``tformer_deploy.reference.Decoder``, or the path of a checkpoint of any supported family.
         bundle_path: Folder to write.
         dtype: dtype of weights and caches.
+        quantize: Matrices as ``int8`` or ``int4``, with one scale for each block of inputs; None: in ``dtype``.
+        block: Inputs that share a scale: 32, 64 or 128; None: as docs/quantization.md says.
+        head: ``int8`` or ``int4`` for the head; ``quantize`` where None.
+        calibration: A text or JSONL file of prompts that the matrices are rounded for; None: each value to the nearest.
         max_length: Bound on prompt + completion of a row; the checkpoint's own where None.
         check: Run the quick parity suite in a child process of its own.
         force: Replace an existing bundle.
@@ -54,7 +66,8 @@ def export(
         on_warning: Called, when all went well, with each thing that is odd about the checkpoint but not refused.
 
     Raises:
-        InputError: The checkpoint is damaged or not supported.
+        InputError: The checkpoint is damaged or not supported, or the calibration cannot be used.
+        UsageError: ``block``, ``head`` or ``calibration`` without ``quantize``.
         ParityError: The check is red; nothing is left at ``bundle_path``.
     """
     if not isinstance(decoder_or_path, (str, Path)):
@@ -62,23 +75,46 @@ def export(
             path = Path(folder) / "decoder"
             decoder_or_path.save_pretrained(path)
             return export(
-                path, bundle_path, dtype=dtype, max_length=max_length, check=check, force=force, on_progress=on_progress,
-                on_warning=on_warning,
+                path, bundle_path, dtype=dtype, quantize=quantize, block=block, head=head, calibration=calibration,
+                max_length=max_length, check=check, force=force, on_progress=on_progress, on_warning=on_warning,
             )  # fmt: skip
     checkpoint = load("tformer_deploy.checkpoints", "export").open_checkpoint(decoder_or_path, max_length)
-    load_tokenizer(checkpoint)  # refuses one that no run could load
+    tokenizer = load_tokenizer(checkpoint)  # refuses one that no run could load
     exporter = load("tformer_deploy.exporters.onnx", "export")  # after it: a bad checkpoint is refused before torch is loaded
+    text = None if calibration is None else Path(calibration)
+    quantization, rows = _quantization(checkpoint.config, tokenizer, quantize, block, head, text)
     stored = sorted({spec.dtype for spec in checkpoint.tensors.values()} - {dtype})
     if stored and on_progress is not None:
-        on_progress(f"the checkpoint stores {' and '.join(stored)}; the bundle holds every weight in {dtype}")
-    verify = (lambda folder: check_in_child(folder, Path(decoder_or_path))) if check else None
+        rest = "every weight" if quantization is None else "what is not quantised"
+        on_progress(f"the checkpoint stores {' and '.join(stored)}; the bundle holds {rest} in {dtype}")
+    hint = None if quantization is None else _cure(quantization)
+    verify = (lambda folder: check_in_child(folder, Path(decoder_or_path), hint)) if check else None
     written: Path = exporter.export_bundle(
-        checkpoint, bundle_path, dtype=dtype, max_length=max_length, force=force, verify=verify, on_progress=on_progress
-    )
+        checkpoint, bundle_path, dtype=dtype, quantization=quantization, calibration=rows, max_length=max_length, force=force,
+        verify=verify, on_progress=on_progress,
+    )  # fmt: skip
     if on_warning is not None:
         for warning in checkpoint.warnings:
             on_warning(warning)
     return written
+
+
+def _quantization(
+    config: ModelConfig, tokenizer: Tokenizer | None, kind: Kind | None, block: int | None, head: Kind | None,
+    calibration: Path | None,
+) -> tuple[Quantization | None, Rows | None]:  # fmt: skip
+    """What is quantised and how, and the rows that it is rounded for."""
+    if kind is None:
+        given = {"--block": block, "--head": head, "--calibration": calibration}
+        if names := [name for name, value in given.items() if value is not None]:
+            raise UsageError(f"{names[0]} says how to quantise, and nothing is quantised.", "Give --quantize int8 or int4 too.")
+        return None, None
+    rows, record = None, None
+    if calibration is not None:
+        module = load("tformer_deploy.quantization.calibration", "export")
+        rows = module.calibration_rows(calibration, None if tokenizer is None else tokenizer.encode, config, config.max_length)
+        record = Calibration(calibration.name, len(rows), sum(map(len, rows)))
+    return Quantization(kind, head or kind, block or default_block(calibration is not None), record), rows
 
 
 def check(
@@ -129,8 +165,23 @@ def build_engine(bundle_path: str | Path, **options: Any) -> Any:
     return load("tformer_deploy.exporters.tensorrt", "tensorrt-rtx").build(bundle_path, **options)
 
 
-def check_in_child(bundle: Path, checkpoint: Path) -> None:
+def _cure(quantization: Quantization) -> str:
+    """What makes a quantised bundle more exact."""
+    ways = [] if quantization.calibration else ["--calibration with a text that the model is meant for"]
+    ways += ["--block 32"] if quantization.block > BLOCKS[0] else []
+    ways += ["--head int8"] if quantization.head == "int4" else []
+    ways += ["--quantize int8"] if quantization.kind == "int4" else []
+    look = "export with --no-check and run `tformer-deploy check` to look at it"
+    return f"Try {', '.join(ways)}; or {look}." if ways else f"{look[0].upper()}{look[1:]}, or leave --quantize out."
+
+
+def check_in_child(bundle: Path, checkpoint: Path, hint: str | None = None) -> None:
     """Runs the quick check in a process of its own, so that its memory is given back and its libraries start fresh.
+
+    Args:
+        bundle: The new bundle.
+        checkpoint: What it came from.
+        hint: What to do where it is red.
 
     Raises:
         ParityError: It is red.
@@ -141,7 +192,7 @@ def check_in_child(bundle: Path, checkpoint: Path) -> None:
     if done.returncode == 1 and done.stdout:
         raise ParityError(
             f"The exported graphs differ from PyTorch; no bundle is kept.\n{done.stdout.rstrip()}",
-            "Export again with --no-check and run `tformer-deploy check` to look at it.",
+            hint or "Export again with --no-check and run `tformer-deploy check` to look at it.",
         )
     if done.returncode:
         kinds: dict[int, type[TformerError]] = {e.exit_code: e for e in (CapabilityError, StorageError, ResourceError)}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tformer_deploy.bundle.manifest import MANIFEST, WEIGHTS, FileRecord, Manifest, Source, TensorRecord
 from tformer_deploy.bundle.manifest_io import dump_manifest, parse_manifest
+from tformer_deploy.bundle.quantization import CALIBRATION
 from tformer_deploy.bundle.signature import PHASES
 from tformer_deploy.bundle.verify import hash_file
 from tformer_deploy.bundle.writer import new_folder, refuse_existing, write_file
@@ -20,12 +21,16 @@ from tformer_deploy.errors import InputError, StorageError, UsageError
 from tformer_deploy.exporters.onnx.graph import build_graph, save_graph
 from tformer_deploy.exporters.onnx.lint import require_clean
 from tformer_deploy.exporters.onnx.weights import bundle_tensors, weights_size, write_weights
+from tformer_deploy.quantization import dump_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from tformer_deploy.bundle.quantization import Quantization
     from tformer_deploy.config import DType, ModelConfig
     from tformer_deploy.exporters.onnx.source import ExportSource
+    from tformer_deploy.quantization import StoredTensor
+    from tformer_deploy.quantization.calibration import Rows
 
 _VERSIONED = ("tformer-deploy", "torch", "onnx", "onnx-ir", "onnxscript")
 
@@ -35,6 +40,9 @@ def export_bundle(
     path: str | Path,
     *,
     dtype: DType = "fp32",
+    quantization: Quantization | None = None,
+    calibration: Rows | None = None,
+    stored: Iterator[StoredTensor] | None = None,
     max_length: int | None = None,
     force: bool = False,
     inside_source: bool = False,
@@ -47,6 +55,9 @@ def export_bundle(
         checkpoint: What ``checkpoints.open_checkpoint`` returns, or anything like it.
         path: The bundle's folder.
         dtype: dtype of weights and caches.
+        quantization: How matrices are stored; None: in ``dtype``.
+        calibration: Ids that the matrices are rounded for, where ``quantization`` says that there are any.
+        stored: The tensors as they are to be stored, in the order of the file, where they have been rounded before.
         max_length: Bound on prompt + completion, at most the checkpoint's; its own where None.
         force: Replace an existing bundle.
         inside_source: Allow ``path`` inside the source's folder (a bundle derived from a bundle).
@@ -55,29 +66,37 @@ def export_bundle(
 
     Raises:
         InputError: The checkpoint is bad, or a value does not fit ``dtype``.
-        UsageError: ``path`` exists and ``force`` is False, or ``max_length`` is above the checkpoint's.
+        UsageError: ``path`` exists and ``force`` is False, ``max_length`` is above the checkpoint's, or what is quantised is
+            not fp32.
     """
     path = Path(path)
     say = on_progress or (lambda _: None)
     refuse_existing(path, force)
+    if quantization is not None and dtype != "fp32" and stored is None:
+        raise UsageError(
+            f"--quantize goes with --dtype fp32, not {dtype}: activations and caches of a quantised bundle are fp32.",
+            "Leave --dtype out.",
+        )
     if not inside_source:
         _refuse_overlap(path, Path(checkpoint.path))
     config = _bounded(checkpoint.config, max_length)
     with new_folder(path, force) as folder:
-        _require_space(folder, weights_size(checkpoint.config, dtype))
+        _require_space(folder, weights_size(checkpoint.config, dtype, quantization))
         say("weights")
-        tensors, weights = write_weights(folder / WEIGHTS, bundle_tensors(checkpoint, dtype))
+        made = bundle_tensors(checkpoint, dtype, quantization, calibration, say)
+        tensors, weights = write_weights(folder / WEIGHTS, made if stored is None else stored)
         build_id = _build_id(config, dtype, weights)
         for phase in PHASES:
             say(f"{phase} graph")
-            graph = build_graph(checkpoint.config, dtype, phase, tensors, build_id)
+            graph = build_graph(checkpoint.config, dtype, phase, tensors, build_id, quantization is not None)
             require_clean(graph, checkpoint.config, dtype, phase)
             save_graph(graph, str(folder / f"{phase}.onnx"))
         files = {WEIGHTS: weights} | {f"{phase}.onnx": hash_file(folder / f"{phase}.onnx") for phase in PHASES}
-        for name, data in checkpoint.assets().items():
+        assets = checkpoint.assets() | ({} if calibration is None else {CALIBRATION: dump_rows(calibration)})
+        for name, data in assets.items():
             write_file(folder / name, data)
             files[name] = FileRecord(hashlib.sha256(data).hexdigest(), len(data))
-        manifest = dump_manifest(_manifest(checkpoint, config, dtype, files, tensors))
+        manifest = dump_manifest(_manifest(checkpoint, config, dtype, files, tensors, quantization))
         parse_manifest(manifest)  # refuses, for instance, an end-of-text id outside the vocabulary
         write_file(folder / MANIFEST, manifest)
         if verify is not None:
@@ -87,8 +106,9 @@ def export_bundle(
 
 
 def _manifest(
-    checkpoint: ExportSource, config: ModelConfig, dtype: DType, files: dict[str, FileRecord], tensors: dict[str, TensorRecord]
-) -> Manifest:
+    checkpoint: ExportSource, config: ModelConfig, dtype: DType, files: dict[str, FileRecord], tensors: dict[str, TensorRecord],
+    quantization: Quantization | None,
+) -> Manifest:  # fmt: skip
     return Manifest(
         config=checkpoint.config,
         dtype=dtype,
@@ -99,6 +119,7 @@ def _manifest(
         versions={name: version(name) for name in _VERSIONED},
         files=files,
         tensors=tensors,
+        quantization=quantization,
     )
 
 

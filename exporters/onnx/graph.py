@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tformer_deploy.bundle.manifest import WEIGHTS, TensorRecord
+from tformer_deploy.bundle.quantization import untied
 from tformer_deploy.bundle.signature import OPSET, Phase, graph_inputs, graph_outputs
 from tformer_deploy.exporters.onnx.marks import MARKS, mark_blocks, name_marked_values
+from tformer_deploy.exporters.onnx.quantized import IR_DTYPES, quantize_graph
 from tformer_deploy.exporters.onnx.translation import TRANSLATION
 from tformer_deploy.reference.decoder import Decoder
 
@@ -51,7 +53,9 @@ class _Phase(nn.Module):
         return self.decoder.decode(leading[0], leading[1], leading[2], past)
 
 
-def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[str, TensorRecord], build_id: str) -> ir.Model:
+def build_graph(
+    config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[str, TensorRecord], build_id: str, quantized: bool = False
+) -> ir.Model:
     """Traces one phase and points its initializers into ``weights.bin``.
 
     Args:
@@ -60,10 +64,13 @@ def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[s
         phase: Which graph.
         tensors: Where each parameter lies.
         build_id: Written into both graphs, so that graphs of two exports are never mixed.
+        quantized: Matrices are stored as whole numbers and scales.
 
     Returns:
         An optimised model whose bytes depend on the arguments and the libraries' versions only.
     """
+    if quantized:
+        config = untied(config)
     with torch.device("meta"):
         decoder = Decoder(config)
         mark_blocks(decoder)
@@ -89,12 +96,14 @@ def build_graph(config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[s
         )
     assert program is not None
     traced = program.model
-    weights = _take_weights(traced, tensors)
+    _take_weights(traced, tensors)
     # It warns about every weight that it cannot read, which is what we want of it.
     logging.getLogger("onnx_ir.passes.common.initializer_deduplication").setLevel(logging.ERROR)
     onnxscript.optimizer.optimize_ir(traced, input_size_limit=_FOLD_BYTES, output_size_limit=_FOLD_BYTES)
     name_marked_values(traced)
-    _point_into_weights(traced, weights)
+    if quantized:
+        quantize_graph(traced.graph, tensors)
+    _point_into_weights(traced, tensors)
     _declare_signature(traced, config, dtype, phase)
     _strip(traced, phase, build_id)
     return traced
@@ -114,31 +123,32 @@ def _quiet_tracer() -> Iterator[None]:
         registration.setLevel(level)
 
 
-def _take_weights(model: ir.Model, tensors: dict[str, TensorRecord]) -> dict[str, ir.ExternalTensor]:
+def _take_weights(model: ir.Model, tensors: dict[str, TensorRecord]) -> None:
     """Names the parameters as the bundle does and takes their values out, so that no optimisation can look at them."""
-    weights = {}
     for name, value in list(model.graph.initializers.items()):
         parameter = name.removeprefix("decoder.")
         if parameter not in tensors:
             continue  # a small constant that tracing made
-        record, const = tensors[parameter], value.const_value
+        const = value.const_value
         assert const is not None
         shape = ir.Shape(const.shape.numpy())
-        assert tuple(shape.numpy()) == record.shape, (parameter, shape, record.shape)
-        weights[parameter] = ir.ExternalTensor(
-            WEIGHTS, record.offset, record.size, const.dtype, shape=shape, name=parameter, base_dir=""
-        )
         model.graph.initializers.pop(name)
         value.name, value.const_value = parameter, None
         value.shape, value.dtype = shape, const.dtype
         model.graph.initializers[parameter] = value
-    return weights
 
 
-def _point_into_weights(model: ir.Model, weights: dict[str, ir.ExternalTensor]) -> None:
-    for name, external in weights.items():
-        if name in model.graph.initializers:
-            model.graph.initializers[name].const_value = external
+def _point_into_weights(model: ir.Model, tensors: dict[str, TensorRecord]) -> None:
+    for name, record in tensors.items():
+        value = model.graph.initializers.get(name)
+        if value is None:
+            continue
+        assert value.shape is not None
+        assert tuple(value.shape.numpy()) == record.shape, (name, value.shape, record.shape)
+        assert value.dtype == IR_DTYPES[record.dtype], (name, value.dtype, record.dtype)
+        value.const_value = ir.ExternalTensor(
+            WEIGHTS, record.offset, record.size, value.dtype, shape=ir.Shape(record.shape), name=name, base_dir=""
+        )
 
 
 def _declare_signature(model: ir.Model, config: ModelConfig, dtype: DType, phase: Phase) -> None:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from tformer_deploy.bundle.manifest import FileRecord, TensorRecord
-from tformer_deploy.bundle.tensor_table import ALIGNMENT, expected_tensors
+from tformer_deploy.bundle.quantization import Quantization, stored_size, stored_tensors
+from tformer_deploy.bundle.tensor_table import ALIGNMENT
 from tformer_deploy.errors import InputError
+from tformer_deploy.quantization import quantized_tensors
+from tformer_deploy.quantization.rounding import pack_int4
 from tformer_deploy.reference.positions import constant_tensors
 
 if TYPE_CHECKING:
@@ -20,32 +23,52 @@ if TYPE_CHECKING:
 
     from tformer_deploy.config import DType, ModelConfig
     from tformer_deploy.exporters.onnx.source import ExportSource
+    from tformer_deploy.quantization.calibration import Rows
 
 _TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def weights_size(config: ModelConfig, dtype: DType) -> int:
+def weights_size(config: ModelConfig, dtype: DType, quantization: Quantization | None = None) -> int:
     """Bytes that ``weights.bin`` will have, at most one page more."""
-    width = 4 if dtype == "fp32" else 2
-    return sum(-(-math.prod(shape) * width // ALIGNMENT) * ALIGNMENT for shape in expected_tensors(config).values())
+    tensors = stored_tensors(config, dtype, quantization).values()
+    return sum(-(-stored_size(shape, kind) // ALIGNMENT) * ALIGNMENT for shape, kind in tensors)
 
 
-def bundle_tensors(source: ExportSource, dtype: DType) -> Iterator[tuple[str, str, Tensor]]:
-    """Every tensor as the bundle holds it: (name, dtype name, tensor), in the order of the file.
+def bundle_tensors(
+    source: ExportSource,
+    dtype: DType,
+    quantization: Quantization | None = None,
+    rows: Rows | None = None,
+    on_part: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Every tensor as the bundle holds it: (name, dtype name, tensor), in the order of the file; int4 one a byte.
+
+    Args:
+        source: The checkpoint.
+        dtype: Of what is not quantised.
+        quantization: How matrices are stored; None: in ``dtype``.
+        rows: Ids that the matrices are rounded for.
+        on_part: Called with a few words at the start of each part.
 
     Raises:
         InputError: A value is not finite in ``dtype``.
     """
-    for name in source.tensors:
-        tensor = source.read(name, _TORCH[dtype])
-        _refuse_infinite(name, tensor, dtype)
-        yield name, dtype, tensor
-        del tensor  # before the next one is read
+    if quantization is None:
+        for name in source.tensors:
+            tensor = source.read(name, _TORCH[dtype])
+            _refuse_infinite(name, tensor, dtype)
+            yield name, dtype, tensor
+            del tensor  # before the next one is read
+    else:
+        for stored in quantized_tensors(source, quantization, rows, on_part):
+            if stored.dtype in _TORCH:
+                _refuse_infinite(stored.name, stored.tensor, stored.dtype)
+            yield stored
     for name, tensor in constant_tensors(source.config).items():
         yield name, "fp32", tensor
 
 
-def _refuse_infinite(name: str, tensor: Tensor, dtype: DType) -> None:
+def _refuse_infinite(name: str, tensor: Tensor, dtype: str) -> None:
     low, high = (float(x) for x in torch.aminmax(tensor))  # makes nothing as large as the tensor; NaN comes through
     if not (math.isfinite(low) and math.isfinite(high)):
         raise InputError(
@@ -75,10 +98,11 @@ def write_weights(
 
         for name, dtype, tensor in tensors:
             put(b"\0" * (-position % ALIGNMENT))
-            data = tensor.view(-1).view(torch.uint8).numpy().data
+            stored = pack_int4(tensor) if dtype == "int4" else tensor.view(-1).view(torch.uint8)
+            data = stored.numpy().data
             records[name] = TensorRecord(position, len(data), tuple(tensor.shape), dtype)
             put(data)
             if on_tensor is not None:
                 on_tensor(name)
-            del data, tensor
+            del data, stored, tensor
     return records, FileRecord(digest.hexdigest(), position)

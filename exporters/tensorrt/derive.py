@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from tformer_deploy.backends import open_session
+from tformer_deploy.backends.onnxruntime import OnnxRuntimeBackend
+from tformer_deploy.backends.session import Session
 from tformer_deploy.backends.torch import bundle_backend
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.bundle.engines import DerivedGraph
+from tformer_deploy.bundle.quantization import KINDS, stored_tensors
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.onnx import export_bundle
 from tformer_deploy.parameters import constant_shapes
@@ -21,16 +24,19 @@ from tformer_deploy.parity.comparisons import compare
 from tformer_deploy.parity.metrics import margin_of
 from tformer_deploy.parity.oracle import Oracle
 from tformer_deploy.parity.plan import Plan, make_plan
+from tformer_deploy.quantization import StoredTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tformer_deploy.backends import Session
     from tformer_deploy.config import DType
     from tformer_deploy.parity.gates import Check
+
+
+_TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class BundleSource:
@@ -54,6 +60,23 @@ class BundleSource:
         else:
             tensor = torch.from_numpy(array)
         return tensor if dtype is None else tensor.to(dtype)
+
+    def stored(self, dtype: DType) -> Iterator[StoredTensor]:
+        """The tensors of a quantised bundle: whole numbers as they are, everything else in ``dtype``.
+
+        Raises:
+            InputError: A scale is lost in ``dtype``.
+        """
+        manifest = self._bundle.manifest
+        for name, (_, kind) in stored_tensors(manifest.config, dtype, manifest.quantization).items():
+            array = self._bundle.tensor(name)
+            if kind in KINDS:
+                yield StoredTensor(name, kind, torch.from_numpy(array))
+                continue
+            tensor = torch.from_numpy(array).to(_TORCH[kind])
+            if name.endswith(".scale") and not bool((tensor > 0).all()):
+                raise InputError(f"A scale of {name} is too small for {dtype}.", "Keep the bundle on ONNX Runtime.")
+            yield StoredTensor(name, kind, tensor)
 
     def sha256(self) -> str:
         """The checkpoint that the bundle itself came from."""
@@ -84,12 +107,18 @@ def derive_bundle(bundle: Bundle, dtype: DType, folder: Path, on_progress: Calla
             f"{bundle.path} is a {bundle.manifest.dtype} bundle, whose engine is {bundle.manifest.dtype}; --dtype is {dtype}.",
             f"Leave --dtype out, or export the checkpoint with --dtype {dtype}.",
         )
-    limit = bundle.manifest.max_length
+    quantization, source = bundle.manifest.quantization, BundleSource(bundle)
+    if quantization is not None and dtype != "fp16":
+        raise InputError(f"{bundle.path} is quantised; its engine can be fp16, not {dtype}.", "Give --dtype fp16.")
+    # The rows that the weights were rounded for stay with the core.
+    rounded = None if quantization is None else replace(quantization, calibration=None)
     export_bundle(
-        BundleSource(bundle),
+        source,
         folder,
         dtype=dtype,
-        max_length=limit,
+        quantization=rounded,
+        stored=None if quantization is None else source.stored(dtype),
+        max_length=bundle.manifest.max_length,
         inside_source=True,
         on_progress=lambda p: on_progress(f"{dtype} {p}"),
     )
@@ -108,9 +137,11 @@ def derive_bundle(bundle: Bundle, dtype: DType, folder: Path, on_progress: Calla
 
 def _compare(bundle: Bundle, derived: Bundle, dtype: DType) -> tuple[list[Check], tuple[str, ...]]:
     plan = make_plan(bundle.manifest.config, bundle.manifest.max_length, "quick")
-    oracle = ask_session(open_session(bundle, backend="onnxruntime"), plan)
+    # Rounded rows would hide what the dtype does: quantised weights are dequantised on both sides.
+    quantised = bundle.manifest.quantization is not None
+    oracle = ask_session(Session(OnnxRuntimeBackend(bundle, dequantised=quantised)), plan)
     gc.collect()
-    backend = open_session(derived, backend="onnxruntime").backend
+    backend = OnnxRuntimeBackend(derived, dequantised=quantised)
     checks, notes = list(compare(Candidate(backend, dtype, plan, oracle), "quick")), backend.notes
     if any(c.verdict == "red" for c in checks):
         lines, note = own_lines(bundle_backend(bundle).decoder, dtype, plan, oracle)

@@ -23,7 +23,6 @@
 #include <sstream>
 #include <string>
 #include <vector>
-
 #define ORT_API_MANUAL_INIT  // the library is opened at run time: linking would bind the program to one exact version
 #include <onnxruntime_cxx_api.h>
 
@@ -45,8 +44,7 @@ struct Failure { ExitCode code; std::string message; };
 struct Contents { std::string text, sha256; int64_t size = 0; };
 Contents read_file(const std::filesystem::path& path, bool keep, int64_t limit) {
   const int fd = open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);  // a FIFO must not block
-  if (fd < 0)
-    fail(errno == ENOENT || errno == ENOTDIR || errno == ELOOP ? kBadInput : kStorage, path.string() + ": " + std::strerror(errno) + ".");
+  if (fd < 0) fail(errno == ENOENT || errno == ENOTDIR || errno == ELOOP ? kBadInput : kStorage, path.string() + ": " + std::strerror(errno) + ".");
   const std::unique_ptr<const int, void (*)(const int*)> closer(&fd, [](const int* p) { close(*p); });
   struct stat status {};
   if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) fail(kBadInput, path.string() + " is no regular file.");
@@ -106,7 +104,7 @@ int64_t whole(const json& value, const std::string& place, int64_t low, int64_t 
 struct Bundle {
   std::filesystem::path path;
   int64_t vocab, layers, kv_heads, head_dim, max_length;
-  bool half;
+  bool half, quantized;
   std::set<int64_t> eos;
 };
 
@@ -136,21 +134,23 @@ Bundle open_bundle(const std::filesystem::path& path) {
   const json raw = parse_strictly(read_file(path / "manifest.json", true, int64_t{64} << 20).text);
   const int64_t schema = whole(object(raw, "it").value("schema", json()), "schema", 1, INT64_MAX);
   const json versions = raw.value("versions", json()), made = versions.is_object() ? versions.value("tformer-deploy", json()) : json();
-  if (schema > 1) bad_manifest("schema is " + std::to_string(schema) + ", made by tformer-deploy " + made.dump().substr(0, 42) + "; schema 1 is read.");
-  object(raw, "it", {"schema", "config", "dtype", "max_length", "eos_token_ids", "bos_token_id", "source", "versions", "files", "tensors"});
+  if (schema > 2) bad_manifest("schema is " + std::to_string(schema) + ", made by tformer-deploy " + made.dump().substr(0, 42) + "; schemas 1 and 2 are read.");
+  std::set<std::string> fields{"schema", "config", "dtype", "max_length", "eos_token_ids", "bos_token_id", "source", "versions", "files", "tensors"};
+  if (schema == 2) fields.insert("quantization");  // matrices in int8 or int4: that is for ONNX Runtime to know
+  object(raw, "it", fields);
   const json& config = object(raw["config"], "config");
   const auto count = [&config](const char* name, int64_t high = kMaxCount) {
     return whole(config.value(name, json()), std::string("config.") + name, 1, high);
   };
   const int64_t max_length = whole(raw["max_length"], "max_length", 1, count("max_length", INT32_MAX));
   const bool half = raw["dtype"] == "fp16" || raw["dtype"] == "bf16";
-  Bundle bundle{path, count("vocab_size"), count("n_layers"), count("n_kv_heads"), count("head_dim"), max_length, half, {}};
+  Bundle bundle{path, count("vocab_size"), count("n_layers"), count("n_kv_heads"), count("head_dim"), max_length, half, schema == 2, {}};
   if (!raw["eos_token_ids"].is_array()) bad_manifest("eos_token_ids is no list.");
   for (const json& id : raw["eos_token_ids"]) bundle.eos.insert(whole(id, "eos_token_ids", 0, bundle.vocab - 1));
   if (!half && raw["dtype"] != "fp32") bad_manifest("dtype is " + raw["dtype"].dump().substr(0, 40) + ".");
   verify_files(bundle, raw["files"]);
   // Key and value projections have at least one row of this width a layer: sizes that the weights cannot back are refused.
-  const int64_t elements = raw["files"]["weights.bin"]["size"].get<int64_t>() / (half ? 2 : 4);
+  const int64_t size = raw["files"]["weights.bin"]["size"].get<int64_t>(), elements = bundle.quantized ? 2 * size : size / (half ? 2 : 4);
   if (bundle.kv_heads * bundle.head_dim > elements / bundle.layers / 2 || bundle.vocab > elements)
     bad_manifest("config describes more weights than weights.bin holds.");
   if (raw["dtype"] == "bf16") fail(kEnvironment, "ONNX Runtime's CPU provider has no bf16 MatMul; export the bundle in fp32 or fp16.");
@@ -195,8 +195,8 @@ class Graph {
   Graph(const Ort::Env& env, const Bundle& bundle, const char* name, int threads) : bundle_(bundle), path_(bundle.path / name) {
     Ort::SessionOptions options;
     options.SetIntraOpNumThreads(threads);  // 0: as many as there are cores
-    // Both graphs use the weights as they lie in the file; packing would make a second copy for each of them.
-    options.AddConfigEntry("session.disable_prepacking", "1");
+    // Both graphs use the weights as they lie in the file; packing would make a second copy for each. Quantised ones must be packed.
+    if (!bundle.quantized) options.AddConfigEntry("session.disable_prepacking", "1");
     guarded([&] { session_ = Ort::Session(env, path_.c_str(), options); });
   }
 

@@ -29,18 +29,20 @@ class OnnxRuntimeBackend:
         bundle: Where they are.
         threads: Of the runtime; its default where None.
         optimised: False runs the graphs as they are written, node by node, to compare with.
+        dequantised: True turns quantised weights into float32 at loading, to compare with.
     """
 
     name = "onnxruntime"
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, optimised: bool = True) -> None:
+    def __init__(self, bundle: Bundle, threads: int | None = None, optimised: bool = True, dequantised: bool = False) -> None:
         import_runtime()
         manifest = bundle.manifest
         self.config, self.max_length = manifest.config, manifest.max_length
         self.max_batch: int | None = None
         self.dtype: DType = manifest.dtype
         self.notes: tuple[str, ...] = ()
-        self._threads, self._optimised, self._graphs = threads, optimised, dict[Phase, LoadedGraph]()
+        self._threads, self._graphs = threads, dict[Phase, LoadedGraph]()
+        self._optimised, self._dequantised = optimised, dequantised
         self._folder = bundle.path
         if manifest.dtype == "bf16":
             from tformer_deploy.backends.bf16 import write_fp32_graphs
@@ -78,5 +80,6 @@ class OnnxRuntimeBackend:
 
     def _graph(self, phase: Phase) -> LoadedGraph:
         if phase not in self._graphs:
-            self._graphs[phase] = LoadedGraph(self._folder / f"{phase}.onnx", self.config, self._threads, self._optimised)
+            path = self._folder / f"{phase}.onnx"
+            self._graphs[phase] = LoadedGraph(path, self.config, self._threads, self._optimised, self._dequantised)
         return self._graphs[phase]

@@ -10,6 +10,8 @@ import torch
 
 from tformer_deploy.backends.base import capacity_bucket
 from tformer_deploy.backends.session import Session
+from tformer_deploy.bundle.quantization import scale_name, untied
+from tformer_deploy.quantization.rounding import Quantized
 from tformer_deploy.reference.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -112,16 +114,24 @@ def torch_session(model: Decoder | str | Path) -> Session:
 
 
 def bundle_backend(bundle: Bundle) -> TorchBackend:
-    """The reference with the weights of a bundle, in the bundle's dtype."""
+    """The reference with the weights of a bundle, in the bundle's dtype; quantised ones are dequantised."""
     manifest = bundle.manifest
+    config = manifest.config if manifest.quantization is None else untied(manifest.config)
     dtype = next(t for t, name in _NAMES.items() if name == manifest.dtype)
     with torch.device("meta"):
-        decoder = Decoder(manifest.config)
+        decoder = Decoder(config)
     decoder = decoder.to(dtype).to_empty(device="cpu")
+    scaled = {name for name in manifest.tensors if scale_name(name) in manifest.tensors}
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(_from_numpy(bundle.tensor(name)))
+            parameter.copy_(_dequantized(bundle, name, parameter) if name in scaled else _from_numpy(bundle.tensor(name)))
     return TorchBackend(decoder, manifest.max_length)
+
+
+def _dequantized(bundle: Bundle, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """A quantised matrix without the padding of its inputs."""
+    quantized = Quantized(_from_numpy(bundle.tensor(name)), _from_numpy(bundle.tensor(scale_name(name))))
+    return quantized.dequantized()[: len(parameter)]
 
 
 def _from_numpy(array: NDArray[np.generic]) -> torch.Tensor:

@@ -65,6 +65,7 @@ class WatchedGraph:
         options = runtime.SessionOptions()
         options.log_severity_level = _ERRORS_ONLY
         options.add_session_config_entry(_WEIGHTS_FOLDER, str(folder))
+        options.add_session_config_entry("session.disable_quant_qdq", "1")  # quantised weights in float32: what runs is exact
         try:
             self._session = runtime.InferenceSession(model.SerializeToString(), options, providers=[PROVIDER])
         except Exception as e:

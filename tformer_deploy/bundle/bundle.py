@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from tformer_deploy.backends.cpu.opening import ProfileName
     from tformer_deploy.backends.session import Session
 
-NUMPY_DTYPES: dict[str, Any] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+NUMPY_DTYPES: dict[str, Any] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "int8": np.int8}
 MANIFEST_LIMIT = 64 * 2**20
 
 
@@ -56,11 +57,13 @@ class Bundle:
         return self.path / WEIGHTS
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """A copy of one tensor, in the bundle's dtype (bf16 as ml_dtypes.bfloat16)."""
+        """A copy of one tensor as it is stored (bf16 as ml_dtypes.bfloat16, int4 one a byte as int8)."""
         record = self.manifest.tensors[name]
         with self.weights_path.open("rb") as file:
             file.seek(record.offset)
             data = file.read(record.size)
+        if record.dtype == "int4":
+            return _unpacked(data, math.prod(record.shape)).reshape(record.shape)
         return np.frombuffer(bytearray(data), NUMPY_DTYPES[record.dtype]).reshape(record.shape)
 
     def asset(self, name: str) -> bytes | None:
@@ -72,6 +75,13 @@ class Bundle:
         from tformer_deploy.backends import open_session
 
         return open_session(self, backend=backend, threads=threads, profile=profile)
+
+
+def _unpacked(data: bytes, count: int) -> NDArray[np.int8]:
+    """``count`` whole numbers from -8 to 7, two a byte, the first in the low half."""
+    pairs = np.frombuffer(data, np.uint8)
+    halves = np.stack((pairs & 15, pairs >> 4), axis=1).reshape(-1)[:count]
+    return ((halves ^ 8) - 8).astype(np.int8)
 
 
 def open_bundle(path: str | Path, verify: Verify = "auto") -> Bundle:

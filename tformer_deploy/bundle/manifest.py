@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tformer_deploy.config import DType, ModelConfig
 
-SCHEMA = 1
+if TYPE_CHECKING:
+    from tformer_deploy.bundle.quantization import Quantization
+
+# The newest that is read. A bundle is written in the oldest that can say what it is: 2 is 1 with ``quantization``.
+SCHEMA = 2
 MANIFEST, WEIGHTS = "manifest.json", "weights.bin"
 
 
@@ -20,7 +25,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where one tensor lies in ``weights.bin``; row-major, little-endian, offset a multiple of 4096."""
+    """Where one tensor lies in ``weights.bin``; row-major, little-endian, offset a multiple of 4096.
+
+    ``dtype`` is fp32, fp16, bf16, int8 or int4 (two a byte, the first in the low half).
+    """
 
     offset: int
     size: int
@@ -45,7 +53,7 @@ class Manifest:
     Attributes:
         schema: Layout version of this file.
         config: The model.
-        dtype: What weights and caches are in.
+        dtype: What weights and caches are in; quantised matrices apart.
         max_length: Bound on prompt + completion of a row.
         eos_token_ids: Ids that end a row (union of generation_config, config and tokenizer).
         bos_token_id: For display and chat templates; None where there is none.
@@ -53,6 +61,7 @@ class Manifest:
         versions: Versions of what wrote the bundle, by package name.
         files: Every core file but the manifest itself, by relative name.
         tensors: Every tensor of ``weights.bin`` by name (reference/decoder.py names them).
+        quantization: How matrices are stored; None: in ``dtype``.
     """
 
     config: ModelConfig
@@ -64,4 +73,5 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileRecord]
     tensors: dict[str, TensorRecord]
-    schema: int = field(default=SCHEMA)
+    schema: int = 1
+    quantization: Quantization | None = None

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from typing import Any
 
 from tformer_deploy.bundle.manifest import MANIFEST, SCHEMA, WEIGHTS, FileRecord, Manifest, Source, TensorRecord
+from tformer_deploy.bundle.quantization import BLOCKS, CALIBRATION, KINDS, Calibration, Quantization, stored_size
 from tformer_deploy.bundle.tensor_table import check_tensor_table
 from tformer_deploy.config import DTYPES, ModelConfig
 from tformer_deploy.errors import InputError, escaped
 from tformer_deploy.strict_json import parse_object
 
-_WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
+_STORED = (*DTYPES, *KINDS)
+_QUANTISED = 2  # the first schema with ``quantization``
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _AGAIN = "Export the bundle again."
 REQUIRED_FILES = ("decode.onnx", "prefill.onnx", WEIGHTS)
@@ -22,7 +23,13 @@ REQUIRED_FILES = ("decode.onnx", "prefill.onnx", WEIGHTS)
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """Stable bytes: sorted keys, one form for every number."""
-    return (json.dumps(dataclasses.asdict(manifest), sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
+    raw = dataclasses.asdict(manifest)
+    if manifest.quantization is None:
+        del raw["quantization"]
+        raw["schema"] = 1
+    else:
+        raw["schema"] = _QUANTISED
+    return (json.dumps(raw, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def parse_manifest(data: bytes) -> Manifest:
@@ -37,7 +44,8 @@ def parse_manifest(data: bytes) -> Manifest:
         raise InputError(f"{MANIFEST}: schema is {_cut(schema)}; expected a whole number from 1.", _AGAIN)
     if schema > SCHEMA:
         raise _newer(schema, raw.get("versions"))
-    _exact_keys(raw, {f.name for f in dataclasses.fields(Manifest)}, MANIFEST)
+    wanted = {f.name for f in dataclasses.fields(Manifest)}
+    _exact_keys(raw, wanted if schema >= _QUANTISED else wanted - {"quantization"}, MANIFEST)
     config = _config(raw["config"])
     if raw["dtype"] not in DTYPES:
         raise InputError(f"{MANIFEST}: dtype is {_cut(raw['dtype'])}; expected one of {', '.join(DTYPES)}.", _AGAIN)
@@ -55,6 +63,7 @@ def parse_manifest(data: bytes) -> Manifest:
         files={name: _file(name, record) for name, record in _object(raw["files"], "files").items()},
         tensors=tensors,
         schema=schema,
+        quantization=_quantization(raw["quantization"]) if schema >= _QUANTISED else None,
     )
     _check_files(manifest)
     return manifest
@@ -80,7 +89,14 @@ def _newer(schema: int, versions: Any) -> InputError:
 def _check_files(manifest: Manifest) -> None:
     if missing := [name for name in REQUIRED_FILES if name not in manifest.files]:
         raise InputError(f"{MANIFEST}: files lacks {', '.join(missing)}.", _AGAIN)
-    check_tensor_table(manifest.config, manifest.dtype, manifest.tensors)
+    check_tensor_table(manifest.config, manifest.dtype, manifest.tensors, manifest.quantization)
+    calibrated = manifest.quantization is not None and manifest.quantization.calibration is not None
+    if calibrated != (CALIBRATION in manifest.files):
+        raise InputError(
+            f"{MANIFEST}: files {'lacks' if calibrated else 'names'} {CALIBRATION}, and quantization.calibration "
+            f"{'says that there is one' if calibrated else 'says nothing of it'}.",
+            _AGAIN,
+        )
     size = manifest.files[WEIGHTS].size
     for name, record in manifest.tensors.items():
         if record.offset + record.size > size:
@@ -143,14 +159,32 @@ def _tensor(name: str, raw: Any) -> TensorRecord:
     record = _object(raw, place)
     _exact_keys(record, {"offset", "size", "shape", "dtype"}, f"{MANIFEST}: {place}")
     shape = tuple(_whole(d, f"{place}.shape", 1, 2**31 - 1) for d in _list(record["shape"], f"{place}.shape"))
-    if record["dtype"] not in DTYPES:
-        raise InputError(f"{MANIFEST}: {place}.dtype is {_cut(record['dtype'])}; expected one of {', '.join(DTYPES)}.", _AGAIN)
+    if record["dtype"] not in _STORED:
+        raise InputError(f"{MANIFEST}: {place}.dtype is {_cut(record['dtype'])}; expected one of {', '.join(_STORED)}.", _AGAIN)
     size = _whole(record["size"], f"{place}.size", 1, 2**53)
-    if size != math.prod(shape) * _WIDTH[record["dtype"]]:
+    if size != stored_size(shape, record["dtype"]):
         raise InputError(
             f"{MANIFEST}: {place} has shape {list(shape)} in {record['dtype']} and size {size}; they do not agree.", _AGAIN
         )
     return TensorRecord(_whole(record["offset"], f"{place}.offset", 0, 2**53), size, shape, record["dtype"])
+
+
+def _quantization(raw: Any) -> Quantization:
+    record = _object(raw, "quantization")
+    _exact_keys(record, {f.name for f in dataclasses.fields(Quantization)}, f"{MANIFEST}: quantization")
+    for name, choices in (("kind", KINDS), ("head", KINDS), ("block", BLOCKS)):
+        value = record[name]
+        if isinstance(value, bool) or value not in choices:
+            expected = ", ".join(map(str, choices))
+            raise InputError(f"{MANIFEST}: quantization.{name} is {_cut(value)}; expected one of {expected}.", _AGAIN)
+    calibration = None
+    if record["calibration"] is not None:
+        place = "quantization.calibration"
+        fields = _object(record["calibration"], place)
+        _exact_keys(fields, {f.name for f in dataclasses.fields(Calibration)}, f"{MANIFEST}: {place}")
+        rows, tokens = (_whole(fields[n], f"{place}.{n}", 1, 2**31 - 1) for n in ("rows", "tokens"))
+        calibration = Calibration(_text(fields["name"], f"{place}.name"), rows, tokens)
+    return Quantization(record["kind"], record["head"], record["block"], calibration)
 
 
 def _source(raw: Any) -> Source:

@@ -1,10 +1,14 @@
-"""The tensor table of ``weights.bin``: the model's parameters in their order, then the rotary frequencies."""
+"""The tensor table of ``weights.bin``: the model's parameters in their order, then the rotary frequencies.
+
+A quantised matrix is followed by its scales; see :func:`~tformer_deploy.bundle.quantization.stored_tensors`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from tformer_deploy.bundle.manifest import MANIFEST, TensorRecord
+from tformer_deploy.bundle.quantization import Quantization, stored_tensors
 from tformer_deploy.errors import InputError, escaped
 from tformer_deploy.parameters import constant_shapes, parameter_shapes
 
@@ -23,7 +27,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return parameter_shapes(config) | constant_shapes(config)
 
 
-def check_tensor_table(config: ModelConfig, dtype: DType, tensors: dict[str, TensorRecord]) -> None:
+def check_tensor_table(
+    config: ModelConfig, dtype: DType, tensors: dict[str, TensorRecord], quantization: Quantization | None = None
+) -> None:
     """Refuses a table that is not the config's, or whose tensors overlap.
 
     Raises:
@@ -31,10 +37,10 @@ def check_tensor_table(config: ModelConfig, dtype: DType, tensors: dict[str, Ten
     """
     if config.n_layers > len(tensors):  # a manifest may claim two thousand million of them
         raise InputError(f"{MANIFEST}: {len(tensors)} tensors are too few for {config.n_layers} layers.", _AGAIN)
-    expected, single = expected_tensors(config), constant_shapes(config)
+    expected = stored_tensors(config, dtype, quantization)
     faults = [f"{escaped(name)} is not of this model" for name in tensors if name not in expected]
-    for name, shape in expected.items():
-        record, want = tensors.get(name), "fp32" if name in single else dtype
+    for name, (shape, want) in expected.items():
+        record = tensors.get(name)
         if record is None:
             faults.append(f"{name} is missing")
         elif (record.shape, record.dtype) != (shape, want):

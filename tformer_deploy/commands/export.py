@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import shlex
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import click
 
 from tformer_deploy import api
 from tformer_deploy.bundle import open_bundle
+from tformer_deploy.bundle.quantization import BLOCKS, KINDS, Kind
 from tformer_deploy.config import DTYPES, DType
 
 
@@ -18,6 +21,20 @@ from tformer_deploy.config import DTYPES, DType
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The bundle's folder.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="fp32", show_default=True, help="dtype of weights and caches.")
+@click.option("--quantize", type=click.Choice(KINDS), default=None, help="Store matrices as whole numbers and scales.")
+@click.option(
+    "--block",
+    type=click.Choice([str(b) for b in BLOCKS]),
+    default=None,
+    help="Inputs that share a scale.  [default: 128 with --calibration, else 32]",
+)
+@click.option("--head", type=click.Choice(KINDS), default=None, help="Of the head alone.  [default: as --quantize]")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="A UTF-8 text, or JSONL prompts, that the matrices are rounded for.",
+)
 @click.option(
     "--max-length", type=click.IntRange(1), default=None, help="Bound on prompt + completion; the checkpoint's where absent."
 )
@@ -25,28 +42,36 @@ from tformer_deploy.config import DTYPES, DType
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
-    checkpoint: Path, output: Path, dtype: DType, max_length: int | None, check: bool, force: bool, as_json: bool
-) -> None:
+    checkpoint: Path, output: Path, dtype: DType, quantize: Kind | None, block: str | None, head: Kind | None,
+    calibration: Path | None, max_length: int | None, check: bool, force: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Make a bundle from CHECKPOINT: a Hugging Face folder, one of our own, or a GGUF file."""
     started = time.perf_counter()
+    # Read when torch is loaded: its threads then sleep at a barrier instead of spinning, which on busy cores takes 5 times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def say(part: str) -> None:
         click.echo(f"[{time.perf_counter() - started:6.1f} s] {part}", err=True)
 
     path = api.export(
-        checkpoint, output, dtype=dtype, max_length=max_length, check=check, force=force, on_progress=say,
+        checkpoint, output, dtype=dtype, quantize=quantize, block=None if block is None else int(block), head=head,
+        calibration=calibration, max_length=max_length, check=check, force=force, on_progress=say,
         on_warning=lambda text: click.echo(f"Warning: {text}", err=True),
     )  # fmt: skip
     say("done")
     bundle = open_bundle(path)
     files = {name: record.size for name, record in sorted(bundle.manifest.files.items())}
     if as_json:
+        stored = bundle.manifest.quantization
         result = {"path": str(path), "core_sha256": bundle.core_sha256, "checked": check, "dtype": dtype, "files": files}
+        result["quantization"] = None if stored is None else dataclasses.asdict(stored)
         click.echo(json.dumps(result, sort_keys=True))
         return
     click.echo(f"{path}  core {bundle.core_sha256[:12]}, {sum(files.values()) / 2**20:.1f} MiB")
     for name, size in files.items():
         click.echo(f"  {size:>14,}  {name}")
+    if bundle.manifest.quantization is not None:
+        click.echo(bundle.manifest.quantization.sentence)
     click.echo("Checked against PyTorch: quick suite green." if check else "Not checked against PyTorch.")
     verb = "generate" if check else "check"
     rest = '"Once upon a time"' if check else f"--checkpoint {shlex.quote(str(checkpoint))}"

@@ -16,6 +16,7 @@ from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.engines import list_engines
 from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, unfusable
 from tformer_deploy.bundle.signature import PHASES, TensorSignature, cache_bytes_per_token, graph_inputs, graph_outputs
+from tformer_deploy.bundle.tensor_table import expected_tensors
 from tformer_deploy.config import DTYPES
 
 if TYPE_CHECKING:
@@ -40,12 +41,14 @@ def command(bundle: Path, as_json: bool) -> None:
 def describe(bundle: Bundle) -> dict[str, Any]:
     """Everything that inspect prints, as plain values."""
     manifest = bundle.manifest
+    stored = manifest.quantization
     cpu = plan_for(manifest.config, manifest.dtype)
     per_token = cache_bytes_per_token(manifest.config, manifest.dtype)
     return {
         "path": str(bundle.path),
         "core_sha256": bundle.core_sha256,
         "dtype": manifest.dtype,
+        "quantization": None if stored is None else {**dataclasses.asdict(stored), "sentence": stored.sentence},
         "max_length": manifest.max_length,
         "eos_token_ids": list(manifest.eos_token_ids),
         "source": dataclasses.asdict(manifest.source),
@@ -65,7 +68,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         },
         "weights": {
             "tensors": len(manifest.tensors),
-            "parameters": sum(_count(t.shape) for t in manifest.tensors.values()),
+            "parameters": sum(_count(shape) for shape in expected_tensors(manifest.config).values()),
             "bytes": sum(t.size for t in manifest.tensors.values()),
         },
         "files": {name: dataclasses.asdict(record) for name, record in sorted(manifest.files.items())},
@@ -106,6 +109,8 @@ def _render(found: dict[str, Any], console: Console) -> None:
     )
     weights, cache = found["weights"], found["cache"]
     console.print(f"weights: {weights['parameters']:,} parameters in {weights['tensors']} tensors, {_mib(weights['bytes'])}")
+    if found["quantization"] is not None:
+        console.print(found["quantization"]["sentence"], highlight=False, markup=False)
     console.print(
         f"caches: {cache['bytes_per_token']:,} bytes a token, {_mib(cache['bytes_per_row_at_max_length'])} a row at max_length"
     )

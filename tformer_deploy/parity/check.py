@@ -31,6 +31,8 @@ from tformer_deploy.parity.lines import judge_again, own_lines
 from tformer_deploy.parity.oracle import ask
 from tformer_deploy.parity.plan import Plan, Suite, make_plan
 from tformer_deploy.parity.profile import Profile
+from tformer_deploy.parity.quantised import deployed
+from tformer_deploy.parity.quantised_weights import compare_quantised_weights
 from tformer_deploy.parity.report import Report
 from tformer_deploy.parity.text import cut
 from tformer_deploy.parity.weights import compare_weights
@@ -93,7 +95,10 @@ def check_bundle(
     notes: list[str] = []
     if checkpoint is not None:
         on_progress("weights")
-        checks += compare_weights(bundle, checkpoint)
+        if bundle.manifest.quantization is None:
+            checks += compare_weights(bundle, checkpoint)
+        else:
+            checks += compare_quantised_weights(bundle, checkpoint, on_progress)
         notes += _source_notes(bundle, checkpoint)
     values = _Values()
     if checkpoint is None or _same_shape(config, checkpoint.config):
@@ -152,11 +157,28 @@ def _compare_values(
         if note:
             values.notes.append(note)
             values.checks = judge_again(values.checks, lines)
+    if bundle.manifest.quantization is not None:
+        _add_deployed(bundle, checkpoint, plan, oracle, suite, profile, values, on_progress)
     if find_layer:
         on_progress("bisect")
         values.bisection = bisect(bundle, lambda: _reference(bundle, checkpoint), plan)
         values.notes += values.bisection.sentences(red=any(c.verdict == "red" for c in values.checks))
     return values
+
+
+def _add_deployed(
+    bundle: Bundle, checkpoint: Checkpoint | None, plan: Plan, oracle: Oracle, suite: Suite, profile: ProfileName, values: _Values,
+    on_progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """The graphs as they run; what was compared until here were the same ones with their weights dequantised."""
+    try:
+        checks, notes = deployed(
+            bundle, checkpoint, plan, oracle, suite, profile, lambda: _reference(bundle, checkpoint), on_progress
+        )
+        values.checks += checks
+        values.notes += notes
+    except InputError as e:
+        values.checks.append(judge("deployed graphs", "ran to the end", 0, 1, "==", str(e)[:500]))
 
 
 def _ask(reference: Decoder, plan: Plan) -> Oracle | str:
@@ -178,7 +200,10 @@ def _run(
     """Every comparison; a graph that the runtime refuses or cannot run is as red as a wrong value."""
     dtype = bundle.manifest.dtype
     try:
-        candidate = Candidate(open_cpu(bundle, profile=profile), dtype, plan, oracle)
+        quantised = bundle.manifest.quantization is not None
+        # Rounding hides faults: what a quantised graph computes is judged with its weights dequantised at loading, in fp32.
+        backend = OnnxRuntimeBackend(bundle, dequantised=True) if quantised else open_cpu(bundle, profile=profile)
+        candidate = Candidate(backend, dtype, plan, oracle)
         values.notes += candidate.backend.notes
         values.profile = candidate.profile
         values.checks += compare(candidate, suite, on_progress)
@@ -209,7 +234,7 @@ def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:
 
 
 def _reference(bundle: Bundle, checkpoint: Checkpoint | None) -> Decoder:
-    if checkpoint is None:
+    if checkpoint is None or bundle.manifest.quantization is not None:  # compared with the checkpoint's before, bit by bit
         return bundle_backend(bundle).decoder.to(torch.float32)
     return Decoder.from_pretrained(checkpoint.path, torch.float32, bundle.manifest.config.max_length)
 

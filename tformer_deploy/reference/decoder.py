@@ -89,6 +89,17 @@ class Decoder(nn.Module):
         self, input_ids: Tensor, past_lengths: Tensor | None, past: Sequence[Tensor] | None, training: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states [B, S, d] and the written caches; ``past_lengths`` None: from position 0, on fresh keys and values."""
+        x, step = self.enter(input_ids, past_lengths, past, training)
+        present: list[Tensor] = []
+        for i, block in enumerate(self.blocks):
+            x, cache = block(x, step, None if past is None else (past[2 * i], past[2 * i + 1]))
+            present += cache or ()
+        return x, present
+
+    def enter(
+        self, input_ids: Tensor, past_lengths: Tensor | None, past: Sequence[Tensor] | None, training: bool
+    ) -> tuple[Tensor, Step]:
+        """What the first block reads, [B, S, d], and what all blocks share; arguments as for the blocks themselves."""
         fresh = torch.arange(input_ids.shape[1], device=input_ids.device)
         start = torch.zeros_like(input_ids[:, 0]) if past_lengths is None else past_lengths
         positions = fresh[None].expand(input_ids.shape) if past_lengths is None else start[:, None] + fresh[None]
@@ -109,12 +120,7 @@ class Decoder(nn.Module):
         if self.config.window_layers:
             mask = self._mask(queries, keys, self.config.window, x.dtype, cached)
             window = self._view(self.window_rope or self.rope, positions, mask, x.dtype)
-        step = Step(full, window, None if past is None else start, cached, training)
-        present: list[Tensor] = []
-        for i, block in enumerate(self.blocks):
-            x, cache = block(x, step, None if past is None else (past[2 * i], past[2 * i + 1]))
-            present += cache or ()
-        return x, present
+        return x, Step(full, window, None if past is None else start, cached, training)
 
     def _mask(self, queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype, cached: bool) -> Tensor | None:
         """See :class:`View`; ``queries`` [B or 1, S] and ``keys`` [C] are positions."""

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tformer_deploy.backends.graph import PROVIDER, import_runtime
+from tformer_deploy.backends.graph import INT8_ROWS, PROVIDER, import_runtime
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +36,7 @@ def save_packed(proto: Any, weights_folder: Path, path: Path, threads: int | Non
         "session.optimized_model_external_initializers_file_name": f"{path.stem}.bin",
         "session.optimized_model_external_initializers_min_size_in_bytes": str(_SHARED_FROM),
         "session.save_external_prepacked_constant_initializers": "1",
+        "session.qdq_matmulnbits_accuracy_level": INT8_ROWS,
     }.items():
         options.add_session_config_entry(key, value)
     runtime.InferenceSession(proto.SerializeToString(), options, providers=[PROVIDER])
