@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends": {"errors", "strict_json", "config", "bundle", "reference", "checkpoints"},
     "generation": {"errors", "strict_json", "config", "bundle", "backends"},
     "batch": {"errors", "strict_json", "config", "bundle", "backends", "generation"},
+    "bench": {"errors", "config", "parameters", "bundle", "backends"},
     "parity": {"errors", "strict_json", "config", "bundle", "checkpoints", "reference", "backends"},
     "exporters": {"errors", "strict_json", "config", "parameters", "bundle", "checkpoints", "reference", "backends", "parity"},
 }
