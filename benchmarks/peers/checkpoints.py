@@ -158,7 +158,7 @@ def _smollm2() -> Path:
 
 def _write_vocabulary(target: Path, size: int) -> None:
     """A tokenizer whose words are ``t0``, ``t1`` …: converters want one, prompts are ids."""
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
         "model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(size)}, "unk_token": "t0"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -29,18 +30,21 @@ def python_of(peer: str, module: ModuleType, out: Path) -> Path:
         return Path(sys.executable)
     folder = out / "env" / peer
     python, done = folder / "bin" / "python", folder / "installed.json"
-    wanted = json.dumps([*module.REQUIREMENTS, sorted(getattr(module, "BUILD", {}).items())])
+    removed: tuple[str, ...] = getattr(module, "REMOVED", ())
+    wanted = json.dumps([module.REQUIREMENTS, removed, getattr(module, "BUILD", {})], sort_keys=True)
     if done.exists() and done.read_text() == wanted:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
     command = [str(python), "-m", "pip", "install", *module.REQUIREMENTS]
     _logged(command, out / "logs" / f"{peer}-install.log", out, getattr(module, "BUILD", {}))
+    if removed:
+        _logged([str(python), "-m", "pip", "uninstall", "-y", *removed], out / "logs" / f"{peer}-uninstall.log", out)
     done.write_text(wanted)
     return python
 
 
-def model_of(peer: str, python: Path, checkpoint: Path, precision: str, out: Path) -> Path:
+def model_of(peer: str, module: ModuleType, python: Path, checkpoint: Path, precision: str, out: Path) -> Path:
     """A peer's form of a checkpoint in a precision, converted where it is not there yet.
 
     Raises:
@@ -48,8 +52,8 @@ def model_of(peer: str, python: Path, checkpoint: Path, precision: str, out: Pat
     """
     name = checkpoint.name
     folder, record = out / "models" / name / f"{peer}-{precision}", out / "models" / name / f"{peer}-{precision}.json"
-    source = (HERE / f"{peer}_peer.py").read_bytes() + (checkpoint / "config.json").read_bytes()
-    wanted = json.dumps({"checkpoint": str(checkpoint.resolve()), "sha256": hashlib.sha256(source).hexdigest()})
+    recipe = inspect.getsource(module.convert).encode() + (checkpoint / "config.json").read_bytes()
+    wanted = json.dumps({"checkpoint": str(checkpoint.resolve()), "sha256": hashlib.sha256(recipe).hexdigest()})
     if record.exists() and record.read_text() == wanted:
         return folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Without a wheel pip builds it, which needs a compiler and cmake.
 REQUIREMENTS = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors", "numpy")
-BUILD = {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+BUILD = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}
 PRECISIONS = ("fp32", "int8", "int4")
 PACKAGES = ("llama-cpp-python",)
 _FILE = "model.gguf"

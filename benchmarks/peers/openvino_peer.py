@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from protocol import Model, OnStep
 
 REQUIREMENTS = (
-    "openvino==2026.4.1", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0", "nncf", "torch==2.13.0",
+    "openvino==2026.4.1", "optimum-intel[openvino]==2.2.0", "nncf", "torch==2.13.0",
 )  # fmt: skip
+# Comes with optimum-intel for vision; on a torch built for CPUs, a build for GPUs of it keeps transformers from being imported.
+REMOVED = ("torchvision",)
 PRECISIONS = ("fp32", "int8", "int4")
-PACKAGES = ("openvino", "openvino-genai", "optimum-intel", "nncf")
+PACKAGES = ("openvino", "optimum-intel", "nncf")
 
 
 def convert(checkpoint: Path, precision: str, folder: Path) -> None:

@@ -40,6 +40,8 @@ class Peer(Protocol):
     Attributes:
         REQUIREMENTS: What pip installs, pinned.
         PRECISIONS: What it can run.
+        REMOVED: Where present, what is uninstalled again.
+        BUILD: Where present, variables of pip's environment.
         PACKAGES: Whose versions are stamped.
     """
 

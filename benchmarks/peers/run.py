@@ -14,6 +14,7 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,18 +42,29 @@ def main() -> None:
         say(f"{name}: weights")
         checkpoint = prepare(wanted, out / "checkpoints")
         groups = result["checkpoints"][name] = {}
+        reference = Reference()
         for precision in options.precision:
-            groups[precision] = compare(name, checkpoint, precision, options, out)
+            groups[precision] = compare(name, checkpoint, precision, options, out, reference)
             (out / "results.json").write_text(json.dumps(result, indent=1))
     print(json.dumps({"results": str(out / "results.json"), "versions": stamped(result)}))
 
 
-def compare(name: str, checkpoint: Path, precision: str, options: argparse.Namespace, out: Path) -> dict[str, Any]:
+@dataclass
+class Reference:
+    """Greedy tokens of the first precision that ran, by case: what agreement is measured with."""
+
+    name: str = ""
+    tokens: dict[str, list[list[int]]] = field(default_factory=dict)
+
+
+def compare(
+    name: str, checkpoint: Path, precision: str, options: argparse.Namespace, out: Path, reference: Reference
+) -> dict[str, Any]:
     """Sets up all entries of one precision, runs them in turn, and prints their table."""
     entries, unmet = set_up(name, checkpoint, precision, options, out)
     group: dict[str, Any] = {"entries": {}, "unmet": unmet, "versions": {}, "agreement": {}, "answers": {}}
     ours = [entry.name for entry in entries if entry.peer == "ours"]
-    group["ours"] = ours[0] if ours else "ours"
+    group["ours"] = ours[0] if ours else f"ours {precision}"
     cases, metrics = columns(options)
     vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     with contextlib.ExitStack() as stack:
@@ -69,7 +81,7 @@ def compare(name: str, checkpoint: Path, precision: str, options: argparse.Names
             group["answers"][entry.name] = {case: [] for case in cases}
         rounds(workers, cases, vocabulary, options, group, f"{name} {precision}")
     cold_starts([w.entry for w in workers if w.entry.name not in unmet], vocabulary, options, out, group)
-    fold(group, cases, metrics)
+    fold(group, cases, metrics, precision, reference)
     print_tables(
         group, metrics, f"{name}, {precision}, {options.threads} threads, median of {options.rounds} rounds (ours / theirs)"
     )
@@ -81,7 +93,7 @@ def set_up(
     name: str, checkpoint: Path, precision: str, options: argparse.Namespace, out: Path
 ) -> tuple[list[Entry], dict[str, str]]:
     """Installed and converted entries, ours first, and why others are missing."""
-    entries, unmet = [], {}
+    entries, unmet = bundles(name, precision, options), {}
     for peer in (*(["ours"] if options.ours else []), *options.peer):
         module = importlib.import_module(f"{peer}_peer")
         if precision not in module.PRECISIONS:
@@ -89,17 +101,23 @@ def set_up(
         say(f"{name} {precision}: {peer}")
         try:
             python = python_of(peer, module, out)
-            folder = model_of(peer, python, checkpoint, precision, out)
+            folder = model_of(peer, module, python, checkpoint, precision, out)
         except UnmetError as e:
             unmet[peer] = str(e)
             continue
-        entries.append(Entry(peer, peer, precision, python, folder))
+        entries.append(Entry("ours " + precision if peer == "ours" else peer, peer, precision, python, folder))
+    return entries, unmet
+
+
+def bundles(name: str, precision: str, options: argparse.Namespace) -> list[Entry]:
+    """Those of --bundle that belong to a checkpoint and a precision; the first is what others are compared with."""
+    entries = []
     for given in options.bundle:
         where, _, path = given.partition("=")
         of, _, kind = where.rpartition(":")
         if kind.startswith(precision) and of in ("", name):
-            entries.insert(0, Entry(f"ours {kind}", "ours", precision, Path(sys.executable), Path(path).resolve()))
-    return entries, unmet
+            entries.append(Entry(f"ours {kind}", "ours", precision, Path(sys.executable), Path(path).resolve()))
+    return entries
 
 
 def columns(options: argparse.Namespace) -> tuple[dict[str, tuple[int, int, int]], list[Metric]]:
@@ -155,20 +173,25 @@ def cold_starts(entries: list[Entry], vocabulary: int, options: argparse.Namespa
                 group["unmet"][entry.name] = f"cold start: {e}"
 
 
-def fold(group: dict[str, Any], cases: dict[str, tuple[int, int, int]], metrics: list[Metric]) -> None:
-    """Answers → values by metric, medians, and agreement of the greedy tokens with the first fp32 reference or ours."""
-    reference = "transformers" if "transformers" in group["answers"] else group["ours"]
+def fold(
+    group: dict[str, Any], cases: dict[str, tuple[int, int, int]], metrics: list[Metric], precision: str, reference: Reference
+) -> None:
+    """Answers → values by metric, medians, and agreement of the greedy tokens with the reference, which the first group sets."""
+    if not reference.tokens:
+        first = next(
+            (name for name in ("transformers", group["ours"]) if all(group["answers"].get(name, {}).get(c) for c in cases)), ""
+        )
+        reference.name = f"{first} {precision}" if first else ""
+        reference.tokens = {case: group["answers"][first][case][0]["tokens"] for case in cases} if first else {}
     for name, answers in group["answers"].items():
         values = group["entries"][name] = {}
         for metric in metrics:
             batch, length, _ = cases.get(metric.case, (1, _COLD, 1))
             found = [value(metric, answer, batch, length) for answer in answers.get(metric.case, [])]
             values[metric.name] = [v for v in found if v is not None]
-        group["agreement"][name] = None
-        if name != reference and all(group["answers"][reference].get(case) and answers.get(case) for case in cases):
-            shares = [agreement(answers[case][0]["tokens"], group["answers"][reference][case][0]["tokens"]) for case in cases]
-            group["agreement"][name] = statistics.mean(shares)
-    group["agreement_with"] = reference
+        shares = [agreement(answers[c][0]["tokens"], tokens) for c, tokens in reference.tokens.items() if answers.get(c)]
+        group["agreement"][name] = statistics.mean(shares) if shares else None
+    group["agreement_with"] = reference.name
     group["medians"] = {
         name: {metric: statistics.median(v) for metric, v in values.items() if v} for name, values in group["entries"].items()
     }
@@ -176,7 +199,7 @@ def fold(group: dict[str, Any], cases: dict[str, tuple[int, int, int]], metrics:
 
 def machine() -> dict[str, Any]:
     """What it ran on, without names."""
-    facts = {
+    facts: dict[str, Any] = {
         "system": platform.system(),
         "machine": platform.machine(),
         "python": platform.python_version(),

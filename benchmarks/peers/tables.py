@@ -29,7 +29,7 @@ def value(metric: Metric, answer: dict[str, Any], batch: int, length: int) -> fl
         return float(answer["cold_s"])
     if metric.name.startswith("prefill"):
         return batch * length / float(answer["first_s"])
-    return batch * len(answer["steps_s"]) / sum(answer["steps_s"])
+    return float(batch * len(answer["steps_s"]) / sum(answer["steps_s"]))
 
 
 def ratio(metric: Metric, ours: list[float], theirs: list[float]) -> float:
@@ -54,7 +54,7 @@ def print_tables(group: dict[str, Any], metrics: list[Metric], title: str) -> No
 
     Args:
         group: ``entries``: name → metric's name → values by round; ``ours``: name of the entry that others are compared with;
-            ``unmet``: name → why; ``agreement``: name → share or None.
+            ``unmet``: name → why; ``agreement``: name → share or None, with ``agreement_with``.
         metrics: The columns.
         title: Above it.
     """
@@ -84,5 +84,7 @@ def print_tables(group: dict[str, Any], metrics: list[Metric], title: str) -> No
     table.add_row(f"{group['ours']} / best peer", *best, "", style="bold")
     console = Console(width=max(Console().width, 40 + 17 * len(metrics)))
     console.print(table)
+    if group["agreement_with"]:
+        console.print(f"same tokens: share of greedy tokens before the first that differs from {group['agreement_with']}'s.")
     for name, why in group["unmet"].items():
         console.print(f"unmet: {name}: {why}", highlight=False, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ def convert(checkpoint: Path, precision: str, folder: Path) -> None:
 
 def load(folder: Path, precision: str, threads: int) -> Model:
     import torch
-    import transformers
+
+    transformers: Any = importlib.import_module("transformers")
 
     torch.set_num_threads(threads)
     transformers.utils.logging.set_verbosity_error()
