@@ -58,7 +58,7 @@ def model_of(peer: str, module: ModuleType, python: Path, checkpoint: Path, prec
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [str(python), str(HERE / f"{peer}_peer.py"), "convert", str(checkpoint), precision, str(folder)]
+    command = [str(python), script(peer), "convert", str(checkpoint), precision, str(folder)]
     try:
         _logged(command, out / "logs" / f"{name}-{peer}-{precision}-convert.log", out)
     except UnmetError:
@@ -66,6 +66,11 @@ def model_of(peer: str, module: ModuleType, python: Path, checkpoint: Path, prec
         raise
     record.write_text(wanted)
     return folder
+
+
+def script(peer: str) -> str:
+    """The file of a peer."""
+    return str(HERE / f"{peer}_peer.py")
 
 
 def variables(out: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environments import HERE, UnmetError, variables
+from environments import UnmetError, script, variables
 
 _LAST_WORDS = 4000
 
@@ -40,7 +40,7 @@ class Worker:
         self._errors = self._log.open("w")
         command = [
             str(entry.python),
-            str(HERE / f"{entry.peer}_peer.py"),
+            script(entry.peer),
             "serve",
             str(entry.folder),
             entry.precision,
