@@ -21,7 +21,7 @@ PEERS = ROOT / "benchmarks" / "peers"
 
 # A peer that counts up from each prompt's last id, chatters on stdout, and fails where it is told to.
 COUNTING = """
-import os, sys
+import os, sys, time
 import protocol
 REQUIREMENTS, PRECISIONS, PACKAGES = (), ("fp32",), ("numpy", "no-such-package")
 def convert(checkpoint, precision, folder):
@@ -38,6 +38,8 @@ class Model:
     def run(self, rows, new_tokens, on_step):
         if len(rows) == 3:
             raise MemoryError("three rows")
+        if len(rows) == 5:
+            time.sleep(60)
         if len(rows) == 4:
             print("last words", file=sys.stderr, flush=True)
             os._exit(7)
@@ -106,6 +108,13 @@ def test_worker_when_it_cannot_load_or_dies_then_says_why(counting: Path):
             worker.run([[1]] * 4, 2)
         with pytest.raises(unmet, match="ended with 7"):
             worker.run([[1]], 2)
+
+
+def test_worker_when_it_hangs_then_is_given_up(counting: Path, monkeypatch: pytest.MonkeyPatch):
+    with module("workers").Worker(entry(counting), 1, counting) as worker:
+        monkeypatch.setattr(module("workers"), "ANSWER_S", 0.5)
+        with pytest.raises(module("environments").UnmetError, match="no answer within"):
+            worker.run([[1]] * 5, 2)
 
 
 # Environments and conversions

@@ -5,6 +5,7 @@ fp32 is computed in float32; compressed weights in what the plugin prefers on th
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,13 @@ PACKAGES = ("openvino", "optimum-intel", "nncf")
 def convert(checkpoint: Path, precision: str, folder: Path) -> None:
     program = Path(sys.executable).with_name("optimum-cli")
     command = [str(program), "export", "openvino", "--model", str(checkpoint), "--task", "text-generation-with-past"]
-    subprocess.run([*command, "--weight-format", precision, "--disable-convert-tokenizer", str(folder)], check=True)
+    command += ["--weight-format", precision, "--disable-convert-tokenizer"]
+    if precision == "int4":
+        config = json.loads((checkpoint / "config.json").read_text())
+        width = config.get("hidden_size") or config["n_embd"]
+        # 128 is its default, and an error where it does not divide the width.
+        command += ["--group-size", str(next(size for size in (128, 64, 32, -1) if width % size == 0))]
+    subprocess.run([*command, str(folder)], check=True)
 
 
 def load(folder: Path, precision: str, threads: int) -> Model:

@@ -82,9 +82,8 @@ def compare(
         rounds(workers, cases, vocabulary, options, group, f"{name} {precision}")
     cold_starts([w.entry for w in workers if w.entry.name not in unmet], vocabulary, options, out, group)
     fold(group, cases, metrics, precision, reference)
-    print_tables(
-        group, metrics, f"{name}, {precision}, {options.threads} threads, median of {options.rounds} rounds (ours / theirs)"
-    )
+    done = max((len(runs) for answers in group["answers"].values() for runs in answers.values()), default=0)
+    print_tables(group, metrics, f"{name}, {precision}, {options.threads} threads, medians of {done} rounds (ours / theirs)")
     del group["answers"]
     return group
 
@@ -140,7 +139,11 @@ def rounds(
     title: str,
 ) -> None:  # fmt: skip
     """Every case by every worker in turn (A B C, A B C, …); the first round warms up. A worker that fails is out."""
+    started = time.monotonic()
     for turn in range(options.rounds + 1):
+        if turn > 1 and options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
+            say(f"{title}: {turn - 1} of {options.rounds} rounds, the time is up")
+            break
         say(f"{title}: round {turn} of {options.rounds}" + (" (warm-up)" if not turn else ""))
         for case, (batch, length, new) in cases.items():
             rows = prompts(vocabulary, batch, length)
@@ -244,6 +247,7 @@ def arguments() -> argparse.Namespace:
     add("--new-tokens", type=int, help="decoded tokens that are timed")
     add("--rounds", type=int, help="measured rounds after a warm-up")
     add("--cold", type=int, help="cold starts of each")
+    add("--minutes", type=float, help="begin no further round after so many minutes in a precision; one is measured all the same")
     add("--threads", type=int, default=2)
     add("--quick", action="store_true", help="2 rounds of 8 tokens and 1 cold start")
     options = parser.parse_args()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from environments import UnmetError, script, variables
 
+ANSWER_S = 900.0  # a peer that takes longer for one prompt hangs
 _LAST_WORDS = 4000
 
 
@@ -89,7 +91,13 @@ class Worker:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        watch = threading.Timer(ANSWER_S, self._process.kill)
+        watch.start()
         line = self._process.stdout.readline()
+        late = not watch.is_alive()
+        watch.cancel()
+        if late:
+            raise UnmetError(f"no answer within {ANSWER_S:.0f} s")
         if not line:
             raise UnmetError(self._end())
         answer: dict[str, Any] = json.loads(line)
