@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends": {"errors", "strict_json", "config", "bundle", "reference", "checkpoints", "quantization"},
     "generation": {"errors", "strict_json", "config", "bundle", "backends"},
     "batch": {"errors", "strict_json", "config", "bundle", "backends", "generation"},
+    "bench": {"errors", "config", "parameters", "bundle", "backends"},
     "parity": {"errors", "strict_json", "config", "bundle", "checkpoints", "reference", "quantization", "backends"},
     "exporters": {
         "errors", "strict_json", "config", "parameters", "bundle", "checkpoints", "reference", "quantization", "backends", "parity",

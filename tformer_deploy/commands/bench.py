@@ -1,99 +1,134 @@
-"""``bench``: how fast one bundle prefills and decodes here, on one backend."""
+"""``bench``: how fast one bundle prefills and decodes here, what memory it takes, and what share of the limits it reaches."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
-import resource
-import statistics
-import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, get_args
 
 import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tformer_deploy.backends import Session, open_session
+from tformer_deploy.backends import BACKENDS, open_session
+from tformer_deploy.backends.cpu.opening import Profile
+from tformer_deploy.bench.memory import peak_mib
+from tformer_deploy.bench.plot import import_figure, save_plot
+from tformer_deploy.bench.sweep import as_json, points, run_sweep
+from tformer_deploy.bench.work import weight_bytes
 from tformer_deploy.bundle import open_bundle
-from tformer_deploy.errors import UsageError
+
+if TYPE_CHECKING:
+    from tformer_deploy.bench.sweep import Sweep
+
+_COLUMNS = {
+    "ttft_ms": "TTFT ms",
+    "tpot_ms": "TPOT ms",
+    "itl_p50_ms": "ITL p50",
+    "itl_p99_ms": "ITL p99",
+    "prefill_tokens_per_s": "prefill tok/s",
+    "flop_utilisation": "of GEMM",
+    "decode_tokens_per_s": "decode tok/s",
+    "read_utilisation": "of read",
+    "peak_mib": "peak MiB",
+    "pss_mib": "PSS MiB",
+}
 
 
-@click.command("bench", short_help="Measure prefill and decode speed.")
+@click.command("bench", short_help="Measure speed, memory and utilisation.")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--prompt-length", type=click.IntRange(1), default=256, show_default=True, help="Tokens in each prompt.")
-@click.option("--new-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens decoded after it.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows decoded together.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured runs after one warm-up.")
-@click.option("--backend", type=click.Choice(["onnxruntime", "torch", "tensorrt"]), default="onnxruntime", show_default=True)
+@click.option(
+    "--prompt-length", "lengths", multiple=True, type=click.IntRange(1), default=(256,), show_default=True,
+    help="Tokens in each prompt; repeatable.",
+)  # fmt: skip
+@click.option(
+    "--batch", "batches", multiple=True, type=click.IntRange(1), default=(1,), show_default=True,
+    help="Rows decoded together; repeatable.",
+)  # fmt: skip
+@click.option("--new-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens decoded after each prompt.")
+@click.option("--capacity", type=click.IntRange(1), default=None, help="Room for this many tokens a row from the start.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured rounds after a warm-up.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True)
+@click.option(
+    "--profile", type=click.Choice(get_args(Profile)), default="auto", show_default=True, help="Which graphs ONNX Runtime runs."
+)
 @click.option("--threads", type=click.IntRange(1, 1024), default=None, help="Threads of the runtime; its default where absent.")
-@click.option("--json", "as_json", is_flag=True, help="Print the JSON line alone.")
+@click.option("--plot", type=click.Path(path_type=Path), default=None, metavar="FILE.png", help="Draw the sweep.")
+@click.option("--json", "as_json_only", is_flag=True, help="Print the JSON line alone.")
 def command(
-    bundle: Path, prompt_length: int, new_tokens: int, batch: int, repeats: int, backend: str, threads: int | None, as_json: bool
-) -> None:
-    """Measure time to first token, time per token and throughput on random token ids.
+    bundle: Path, lengths: tuple[int, ...], batches: tuple[int, ...], new_tokens: int, capacity: int | None, repeats: int,
+    backend: str, profile: Profile, threads: int | None, plot: Path | None, as_json_only: bool,
+) -> None:  # fmt: skip
+    """Measure time to first token, time per token, memory and utilisation on random token ids.
 
-    Prints a table and, as the last line, one JSON object; every figure is the median of the measured runs.
+    Every batch runs with every prompt length, in turn, and so do reads of memory and matrix products of the same threads: the
+    limits that utilisation is a share of. Prints a table and, as the last line, one JSON object: the first point's figures, and
+    all points under `points`.
     """
+    if plot is not None:
+        import_figure()  # says now, and not after minutes, that it is missing
+    started = time.perf_counter()
     opened = open_bundle(bundle)
-    if prompt_length + new_tokens > opened.manifest.max_length:
-        raise UsageError(
-            f"--prompt-length {prompt_length} and --new-tokens {new_tokens} make {prompt_length + new_tokens} tokens; "
-            f"the bundle's max_length is {opened.manifest.max_length}.",
-            "Lower one of the two.",
-        )
-    session = open_session(opened, backend=backend, threads=threads)
-    ids = np.random.default_rng(0).integers(0, opened.manifest.config.vocab_size, (batch, prompt_length))
-    runs = [measure(session, ids.tolist(), new_tokens) for _ in range(repeats + 1)][1:]
-    result = summary(runs, batch, prompt_length)
-    result |= {
+    wanted = points(batches, lengths, new_tokens, capacity, opened.manifest.max_length)
+    session = open_session(opened, backend=backend, threads=threads, profile=profile)
+    session.prefill([[0] * min(32, wanted[0].prompt_length)]).argmax(-1)
+    opened_ms, loaded_mib = (time.perf_counter() - started) * 1e3, peak_mib()
+    weights = weight_bytes(opened.manifest, session.backend.dtype)
+    log = Console(stderr=True, quiet=as_json_only)
+    sweep = run_sweep(session, wanted, repeats, weights, threads, lambda words: log.print(words, style="dim"))
+    title = f"{bundle.name}: {opened.manifest.dtype}, {backend}, profile {profile}, threads {threads or 'default'}"
+    if not as_json_only:
+        _print(sweep, title)
+    if plot is not None:
+        save_plot(sweep, title, plot)
+    result = as_json(sweep.results[0]) | {
+        "points": [as_json(r) for r in sweep.results],
+        "limits": None if sweep.limits is None else dataclasses.asdict(sweep.limits),
+        "load": {"first_token_ms": opened_ms, "peak_mib": loaded_mib},
+        "weight_bytes": weights,
+        "repeats": repeats,
+        "notes": list(sweep.notes),
         "bundle": bundle.name,
         "backend": backend,
+        "profile": profile,
         "dtype": opened.manifest.dtype,
         "threads": threads,
         "versions": versions(),
     }
-    if not as_json:
-        table = Table("figure", "median", title=f"{bundle.name}: batch {batch}, {prompt_length} + {new_tokens} tokens, {backend}")
-        for name in ("ttft_ms", "tpot_ms", "itl_p99_ms", "prefill_tokens_per_s", "decode_tokens_per_s", "peak_mib"):
-            table.add_row(name, f"{result[name]:.2f}")
-        Console().print(table)
     click.echo(json.dumps(result, sort_keys=True))
 
 
-def measure(session: Session, rows: list[list[int]], new_tokens: int) -> list[float]:
-    """Seconds of the prefill, then of each decode step, greedy."""
-    seconds = []
-    started = time.perf_counter()
-    logits = session.prefill(rows)
-    for _ in range(new_tokens):
-        seconds.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        logits = session.decode(logits.argmax(-1).tolist())
-    return [*seconds, time.perf_counter() - started]
+def _print(sweep: Sweep, title: str) -> None:
+    table = Table("batch", "prompt", *_COLUMNS.values(), title=title)
+    for row in map(as_json, sweep.results):
+        table.add_row(str(row["batch"]), str(row["prompt_length"]), *(_text(name, row[name]) for name in _COLUMNS))
+    console = Console(width=max(Console().width, 130))
+    console.print(table)
+    if sweep.limits is not None:
+        gemm = sweep.limits.gemm_gflops
+        product = "" if gemm is None else f", {gemm:.0f} GFLOP/s of fp32 matrix product"
+        console.print(f"Limits measured beside the runs: {sweep.limits.read_gb_per_s:.1f} GB/s read{product}.")
+    for note in sweep.notes:
+        console.print(note)
 
 
-def summary(runs: list[list[float]], batch: int, prompt_length: int) -> dict[str, Any]:
-    """Medians over the runs, in the units that the names say."""
-    first = statistics.median(run[0] for run in runs)
-    steps = sorted(step for run in runs for step in run[1:])
-    step = statistics.median(steps)
-    return {
-        "batch": batch,
-        "prompt_length": prompt_length,
-        "ttft_ms": first * 1e3,
-        "tpot_ms": step * 1e3,
-        "itl_p99_ms": steps[min(len(steps) - 1, int(0.99 * len(steps)))] * 1e3,
-        "prefill_tokens_per_s": batch * prompt_length / first,
-        "decode_tokens_per_s": batch / step,
-        # Linux counts in KiB, macOS in bytes.
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
-    }
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, float):
+        return "–"
+    return f"{value:.0%}" if name.endswith("utilisation") else f"{value:.1f}"
 
 
 def versions() -> dict[str, str]:
     """What ran, so that a figure can be compared."""
-    return {"tformer-deploy": version("tformer-deploy"), "python": platform.python_version(), "numpy": np.__version__}
+    found = {"tformer-deploy": version("tformer-deploy"), "python": platform.python_version(), "numpy": np.__version__}
+    for name in ("onnxruntime", "onnxruntime-gpu", "torch"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
