@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tformer_deploy.backends import BACKENDS, open_session
-from tformer_deploy.backends.cpu.opening import Profile
+from tformer_deploy.backends.cpu.opening import ProfileName
 from tformer_deploy.bench.memory import peak_mib
 from tformer_deploy.bench.plot import import_figure, save_plot
 from tformer_deploy.bench.sweep import as_json, points, run_sweep
@@ -55,14 +55,14 @@ _COLUMNS = {
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured rounds after a warm-up.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True)
 @click.option(
-    "--profile", type=click.Choice(get_args(Profile)), default="auto", show_default=True, help="Which graphs ONNX Runtime runs."
+    "--profile", type=click.Choice(get_args(ProfileName)), default="auto", show_default=True, help="Which graphs ONNX Runtime runs."
 )
 @click.option("--threads", type=click.IntRange(1, 1024), default=None, help="Threads of the runtime; its default where absent.")
 @click.option("--plot", type=click.Path(path_type=Path), default=None, metavar="FILE.png", help="Draw the sweep.")
 @click.option("--json", "as_json_only", is_flag=True, help="Print the JSON line alone.")
 def command(
     bundle: Path, lengths: tuple[int, ...], batches: tuple[int, ...], new_tokens: int, capacity: int | None, repeats: int,
-    backend: str, profile: Profile, threads: int | None, plot: Path | None, as_json_only: bool,
+    backend: str, profile: ProfileName, threads: int | None, plot: Path | None, as_json_only: bool,
 ) -> None:  # fmt: skip
     """Measure time to first token, time per token, memory and utilisation on random token ids.
 
