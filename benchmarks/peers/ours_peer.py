@@ -12,14 +12,18 @@ if TYPE_CHECKING:
     from protocol import Model, OnStep
 
 REQUIREMENTS = ()
-PRECISIONS = ("fp32",)  # quantised bundles are given by --bundle
+PRECISIONS = ("fp32", "int8", "int4")
 PACKAGES = ("tformer-deploy", "onnxruntime")
 
 
 def convert(checkpoint: Path, precision: str, folder: Path) -> None:
     from tformer_deploy import export
 
-    export(checkpoint, folder, dtype="fp32", check=False)
+    if precision == "fp32":
+        export(checkpoint, folder, check=False)
+    else:
+        # Without a calibration, which changes the values and not the speed.
+        export(checkpoint, folder, quantize=precision, block=128, check=False)
 
 
 def load(folder: Path, precision: str, threads: int) -> Model:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import platform
@@ -11,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tformer_deploy.backends.cpu.packed import free_space, room_needed, save_packed, share_weights
-from tformer_deploy.backends.cpu.rewrites import fold_grouped_heads, fuse_norms, take_one_token, use_group_query_attention
+from tformer_deploy.backends.cpu.rewrites import (
+    fold_grouped_heads,
+    fuse_norms,
+    take_one_token,
+    untie_head,
+    use_group_query_attention,
+)
 from tformer_deploy.backends.graph import import_runtime
 from tformer_deploy.bundle.manifest import FileRecord
 from tformer_deploy.bundle.verify import cache_folder, hash_file, read_plain_file, verify_file
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
 
 RECORD = "derived.json"
 _HINT = "Look at the bundle with `tformer-deploy check`, or give --profile portable."
-_REVISION = 2  # counts changes of what is derived
+_REVISION = 3  # counts changes of what is derived
 _LIMIT = 1 << 20
 
 
@@ -88,6 +96,7 @@ def derive(bundle: Bundle, plan: CpuPlan, threads: int | None = None) -> Derived
                     if name == "decode":
                         take_one_token(proto, config)
                 fuse_norms(proto)
+                untie_head(proto)
                 save_packed(proto, bundle.path, made / f"{name}.onnx", threads)
             except Exception as e:  # onnx and the runtime raise many kinds; the graph was edited, or is none of ours
                 reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
@@ -99,7 +108,14 @@ def derive(bundle: Bundle, plan: CpuPlan, threads: int | None = None) -> Derived
         record |= {"reasons": list(plan.reasons)}
         record |= {"files": {name: {"sha256": file.sha256, "size": file.size} for name, file in files.items()}}
         write_file(made / RECORD, json.dumps(record, indent=1, sort_keys=True).encode())
+    _give_back()
     return Derived(folder)
+
+
+def _give_back() -> None:
+    """Packing frees three times the weights, which glibc would keep for itself."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def remove_derived(bundle: Bundle) -> bool:

@@ -258,6 +258,21 @@ def fuse_norms(proto: Any) -> None:
     _allow_contrib(proto)
 
 
+def untie_head(proto: Any) -> None:
+    """A tied head gets an initializer of its own over the same bytes: packed weights are saved only where one operator reads them.
+
+    Args:
+        proto: onnx.ModelProto with external data; changed.
+    """
+    tables = {node.input[0] for node in proto.graph.node if node.op_type == "Gather"}
+    for node in proto.graph.node:
+        if node.op_type in ("Gemm", "MatMul") and node.input[1] in tables:
+            tied = next(tensor for tensor in proto.graph.initializer if tensor.name == node.input[1])
+            apart = proto.graph.initializer.add()
+            apart.CopyFrom(tied)
+            apart.name = node.input[1] = f"{_PREFIX}{tied.name}"
+
+
 def _swaps_heads(transpose: Any) -> bool:
     return list(transpose.attribute[0].ints) == [0, 2, 1, 3]
 
