@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,18 @@ import pytest
 
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.errors import InputError
-from tformer_deploy.exporters.tensorrt.fusion import Kernel, kernels_in_log, kernels_in_plan, prove_fusion
+from tformer_deploy.exporters.tensorrt.fusion import (
+    Kernel,
+    ProofTarget,
+    kernels_in_log,
+    kernels_in_plan,
+    prove_by_inspector,
+    prove_fusion,
+)
 
-NAMES = ["attention", "attention_1"]
-PROFILES = [("decode", True), ("prefill-64", False)]
+NAMES = ["blocks.0.attention", "blocks.1.attention"]
+PROFILES = [ProofTarget("decode", True), ProofTarget("prefill-64", False)]
+ALLOWED = [ProofTarget("decode", True), ProofTarget("prefill-64", False, may_decompose=True)]
 
 
 def plan_bytes(kernels: list[tuple[str, str]]) -> bytes:
@@ -65,7 +74,7 @@ def test_log_when_profiles_are_numbered_otherwise_than_parts_then_follows_the_na
         ([], [], "holds 0 fused attention kernels; expected 2 layers × 2 profiles = 4"),
         (GOOD_PLAN[:3], GOOD_LOG, "holds 3 fused attention kernels"),
         (GOOD_PLAN[:2], GOOD_LOG, "profile prefill-64: the plan has no fused kernel for 2 of 2"),
-        (GOOD_PLAN, GOOD_LOG[:3], "profile prefill-64: the log has no fused kernel for 1 of 2 attentions: attention_1"),
+        (GOOD_PLAN, GOOD_LOG[:3], "profile prefill-64: the log has no fused kernel for 1 of 2 attentions: blocks.1.attention."),
         (GOOD_PLAN, GOOD_LOG[:2], "the log has no fused kernel for 2 of 2"),
         (GOOD_PLAN, [*GOOD_LOG, GOOD_LOG[3]], "the log has 3 fused kernels for 2 attentions"),
         ([*GOOD_PLAN, GOOD_PLAN[0]], GOOD_LOG, "holds 5 fused attention kernels"),
@@ -81,6 +90,71 @@ def test_log_when_profiles_are_numbered_otherwise_than_parts_then_follows_the_na
 def test_proof_when_one_way_lacks_something_then_no_engine_is_kept(plan: list[Any], log: list[Any], words: str):
     with pytest.raises(InputError, match="no engine is kept") as e:
         prove_fusion(plan_bytes(plan), log_text(log), NAMES, PROFILES)
+    assert words in e.value.message
+
+
+def test_proof_when_decomposing_is_allowed_in_a_profile_then_names_its_layers_and_counts_zero():
+    decode, prefill = prove_fusion(plan_bytes(GOOD_PLAN[:2]), log_text(GOOD_LOG[:2]), NAMES, ALLOWED)
+    assert (decode.plan, decode.decomposed) == ({"_gemv_mha_v1": 2}, ())
+    assert (prefill.plan, prefill.log, prefill.decomposed) == ({}, {}, tuple(NAMES))
+
+
+def test_proof_when_some_are_decomposed_where_allowed_then_only_those_are_named():
+    _, prefill = prove_fusion(plan_bytes(GOOD_PLAN[:3]), log_text(GOOD_LOG[:3]), NAMES, ALLOWED)
+    assert (prefill.plan, prefill.log, prefill.decomposed) == ({"_gemm_mha_v2": 1}, {"_gemm_mha_v2": 1}, (NAMES[1],))
+
+
+@pytest.mark.parametrize(
+    ("plan", "log", "words"),
+    [
+        (GOOD_PLAN[2:], GOOD_LOG[2:], "profile decode: the log has no fused kernel for 2 of 2"),
+        (GOOD_PLAN[:3], GOOD_LOG[:2], "the plan holds 3 fused attention kernels; expected 2, as the log has"),
+        (GOOD_PLAN[:3], [*GOOD_LOG[:2], GOOD_LOG[3]], "profile prefill-64: plan and log name different layers"),
+    ],
+)
+def test_proof_when_decomposing_is_allowed_then_the_ways_must_still_agree(plan: list[Any], log: list[Any], words: str):
+    with pytest.raises(InputError) as e:
+        prove_fusion(plan_bytes(plan), log_text(log), NAMES, ALLOWED)
+    assert words in e.value.message
+
+
+def inspected(kernels: list[tuple[int, str, str]]) -> str:
+    """As the engine inspector of full TensorRT prints an engine with two profiles."""
+    layers: list[dict[str, Any]] = [{"Name": "Reformatting CopyNode for Input Tensor 0", "LayerType": "Reformat", "Metadata": ""}]
+    for part in (0, 1):
+        mark = f" [profile {part}]" if part else ""
+        layers.append(
+            {"Name": f"gemm_myl{part}_1{mark}", "Inputs": [{"Name": f"input_ids{mark}"}], "Metadata": "[ONNX Layer: m]"}
+        )
+    for i, (part, kernel, name) in enumerate(kernels):
+        layers.append({"Name": f"{kernel}_myl{part}_{i + 2}", "LayerType": "kgen", "Metadata": f"[ONNX Layer: {name}]"})
+    return json.dumps({"Layers": layers, "Bindings": []})
+
+
+def test_inspector_when_it_shows_every_layer_then_proves_it_and_says_whether_the_log_agrees():
+    (decode, prefill), agrees = prove_by_inspector(inspected(GOOD_LOG), log_text(GOOD_LOG), NAMES, PROFILES)
+    assert (decode.plan, decode.log, prefill.plan) == ({"_gemv_mha_v1": 2}, {"_gemv_mha_v1": 2}, {"_gemm_mha_v2": 2})
+    assert agrees
+    (decode, _), agrees = prove_by_inspector(inspected(GOOD_LOG), "another form", NAMES, PROFILES)
+    assert (decode.plan, decode.log, agrees) == ({"_gemv_mha_v1": 2}, {}, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            inspected(GOOD_LOG[:3]),
+            "profile prefill-64: the inspector has no fused kernel for 1 of 2 attentions: blocks.1.attention.",
+        ),
+        (inspected([]), "the inspector has no fused kernel for 2 of 2"),
+        ('{"Layers": ["Layer(Myelin): one"]}', "no detailed layers"),
+        ("no json", "no detailed layers"),
+        ("{}", "no detailed layers"),
+    ],
+)
+def test_inspector_when_it_lacks_a_layer_then_the_log_cannot_make_up_for_it(text: str, words: str):
+    with pytest.raises(InputError) as e:
+        prove_by_inspector(text, log_text(GOOD_LOG), NAMES, PROFILES)
     assert words in e.value.message
 
 
@@ -109,8 +183,10 @@ def request_for(bundle: Bundle, output: Path, **changes: Any) -> dict[str, Any]:
         "plan": str(output),
         "n_layers": bundle.manifest.config.n_layers,
         "compute_capabilities": list(load_flavour("rtx").compute_capabilities(())),
-        "profiles": [dataclasses.asdict(p) for p in plan.profiles],
+        "profiles": [dataclasses.asdict(p) for p in plan.parts[0].profiles],
+        "square": False,
         "decomposable": False,
+        "may_decompose": [],
     } | changes
 
 
@@ -168,13 +244,14 @@ def test_attention_when_it_has_an_input_that_the_parser_drops_then_is_refused(ll
         run_worker(request_for(bundle, tmp_path / "x.engine"), QUIET)
 
 
-def test_attention_when_its_mask_is_missing_then_is_refused(llama_fp16_bundle: Path, tmp_path: Path):
+@pytest.mark.parametrize(("causal", "words"), [(1, "has a causal flag and reads the cache"), (0, "has no mask")])
+def test_attention_when_its_mask_is_missing_then_is_refused(llama_fp16_bundle: Path, tmp_path: Path, causal: int, words: str):
     def edit(node: onnx.NodeProto) -> None:
         del node.input[3]
-        node.attribute.append(onnx.helper.make_attribute("is_causal", 1))
+        next(a for a in node.attribute if a.name == "is_causal").i = causal
 
     bundle = edited(llama_fp16_bundle, tmp_path / "b", edit)
-    with pytest.raises(InputError, match="has no mask"):
+    with pytest.raises(InputError, match=words):
         run_worker(request_for(bundle, tmp_path / "x.engine"), QUIET)
 
 
@@ -201,7 +278,7 @@ def test_decode_when_its_profile_has_a_range_then_does_not_pass_for_one_that_rea
 ):
     request = request_for(open_bundle(llama_fp16_bundle), tmp_path / "x.engine")
     request["profiles"] = [request["profiles"][0] | {"sequence": [1, 8, 8]}]
-    assert run_worker(request, QUIET)["kernels"] == [[{"_gemm_mha_v2": 3}, {"_gemm_mha_v2": 3}]]
+    assert run_worker(request, QUIET)["proofs"] == [{"plan": {"_gemm_mha_v2": 3}, "log": {"_gemm_mha_v2": 3}, "decomposed": []}]
 
 
 def test_compute_capabilities_when_named_then_are_in_the_plan(llama_fp16_bundle: Path, tmp_path: Path):
