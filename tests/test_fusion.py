@@ -174,20 +174,28 @@ from tformer_deploy.exporters.tensorrt.worker import require_no_unused_input  # 
 QUIET = lambda phase, done: None  # noqa: E731
 
 
-def request_for(bundle: Bundle, output: Path, **changes: Any) -> dict[str, Any]:
+def build_plan(bundle: Bundle, output: Path, **changes: Any) -> dict[str, Any]:
+    """One plan of the decode graph, by the worker."""
     plan = make_plan(bundle.manifest, "fp16", 128, 4, (32,))
-    return {
+    request = {
         "flavour": "rtx",
-        "graph": str(bundle.decode_path),
+        "graph": "decode.onnx",
         "capacity": 128,
-        "plan": str(output),
         "n_layers": bundle.manifest.config.n_layers,
         "compute_capabilities": list(load_flavour("rtx").compute_capabilities(())),
         "profiles": [dataclasses.asdict(p) for p in plan.parts[0].profiles],
         "square": False,
+        "expand_attention": False,
         "decomposable": False,
         "may_decompose": [],
     } | changes
+    return run_worker(request, bundle.path, output, QUIET)
+
+
+def profiles_of(phase: str, **changes: Any) -> list[dict[str, Any]]:
+    """Profiles as the worker is told; sequence may differ."""
+    sequence = [1, 1, 1] if phase == "decode" else [2, 32, 32]
+    return [{"name": f"{phase}-x", "phase": phase, "batch": [1, 4, 4], "sequence": sequence, "logits": [1, 1, 1]} | changes]
 
 
 def edited(bundle: Path, folder: Path, edit: Any) -> Bundle:
@@ -204,10 +212,8 @@ def edited(bundle: Path, folder: Path, edit: Any) -> Bundle:
 
 def test_decomposed_attention_when_built_then_counts_zero_and_is_refused(llama_bundle: Path, tmp_path: Path):
     bundle, output = open_bundle(llama_bundle), tmp_path / "x.engine"
-    request = request_for(bundle, output, decomposable=True)
-    request["profiles"] = [p for p in request["profiles"] if p["phase"] == "prefill"]  # in fp32 it cannot fuse
-    with pytest.raises(InputError, match="holds 0 fused attention kernels; expected 3 layers") as e:
-        run_worker(request, QUIET)
+    with pytest.raises(InputError, match="holds 0 fused attention kernels; expected 3 layers") as e:  # in fp32 it cannot fuse
+        build_plan(bundle, output, decomposable=True, profiles=profiles_of("prefill"))
     assert "the log has no fused kernel for 3 of 3 attentions" in e.value.message
     assert not output.exists()
 
@@ -215,14 +221,14 @@ def test_decomposed_attention_when_built_then_counts_zero_and_is_refused(llama_b
 def test_attention_when_only_one_profile_is_unfused_then_names_that_profile(llama_bundle: Path, tmp_path: Path):
     output = tmp_path / "x.engine"
     with pytest.raises(InputError, match="profile prefill-32: the log has no fused kernel for 3 of 3") as e:
-        run_worker(request_for(open_bundle(llama_bundle), output, decomposable=True), QUIET)
+        build_plan(open_bundle(llama_bundle), output, decomposable=True)
     assert "profile decode" not in e.value.message
     assert not output.exists()
 
 
 def test_attention_when_it_may_not_decompose_then_the_builder_itself_refuses(llama_bundle: Path, tmp_path: Path):
     with pytest.raises(InputError, match="not supported by a dedicated kernel") as e:
-        run_worker(request_for(open_bundle(llama_bundle), tmp_path / "x.engine"), QUIET)
+        build_plan(open_bundle(llama_bundle), tmp_path / "x.engine")
     assert "/_src/" not in e.value.message
     assert "fp16" in (e.value.hint or "")
 
@@ -234,14 +240,14 @@ def test_attention_when_a_node_attribute_allows_decomposing_then_is_refused_befo
         llama_fp16_bundle, tmp_path / "b", lambda node: node.attribute.append(onnx.helper.make_attribute("TRT_decomposable", 1))
     )
     with pytest.raises(InputError, match="marked decomposable"):
-        run_worker(request_for(bundle, tmp_path / "x.engine"), QUIET)
+        build_plan(bundle, tmp_path / "x.engine")
 
 
 def test_attention_when_it_has_an_input_that_the_parser_drops_then_is_refused(llama_fp16_bundle: Path, tmp_path: Path):
     # Right by the standard; TensorRT-RTX 1.7 parses it, says nothing, and ignores the lengths.
     bundle = edited(llama_fp16_bundle, tmp_path / "b", lambda node: node.input.extend(["", "", "past_lengths"]))
     with pytest.raises(InputError, match="reads past_lengths beside query, key, value and mask"):
-        run_worker(request_for(bundle, tmp_path / "x.engine"), QUIET)
+        build_plan(bundle, tmp_path / "x.engine")
 
 
 @pytest.mark.parametrize(("causal", "words"), [(1, "has a causal flag and reads the cache"), (0, "has no mask")])
@@ -252,7 +258,7 @@ def test_attention_when_its_mask_is_missing_then_is_refused(llama_fp16_bundle: P
 
     bundle = edited(llama_fp16_bundle, tmp_path / "b", edit)
     with pytest.raises(InputError, match=words):
-        run_worker(request_for(bundle, tmp_path / "x.engine"), QUIET)
+        build_plan(bundle, tmp_path / "x.engine")
 
 
 def test_log_when_the_parser_says_that_it_drops_an_input_then_is_refused():
@@ -262,28 +268,28 @@ def test_log_when_the_parser_says_that_it_drops_an_input_then_is_refused():
 
 def test_network_when_it_has_fewer_attentions_than_layers_then_is_refused(llama_fp16_bundle: Path, tmp_path: Path):
     with pytest.raises(InputError, match="3 attentions and 6 cache updates; expected 4 and 8"):
-        run_worker(request_for(open_bundle(llama_fp16_bundle), tmp_path / "x.engine", n_layers=4), QUIET)
+        build_plan(open_bundle(llama_fp16_bundle), tmp_path / "x.engine", n_layers=4)
 
 
 @pytest.mark.parametrize("data", [b"junk" * 125, b""])
 def test_graph_when_it_is_junk_then_is_refused(llama_fp16_bundle: Path, tmp_path: Path, data: bytes):
-    (tmp_path / "decode.onnx").write_bytes(data)
-    request = request_for(open_bundle(llama_fp16_bundle), tmp_path / "x.engine", graph=str(tmp_path / "decode.onnx"))
+    bundle = open_bundle(shutil.copytree(llama_fp16_bundle, tmp_path / "b"))
+    (bundle.path / "decode.onnx").write_bytes(data)
     with pytest.raises(InputError, match=r"decode\.onnx"):
-        run_worker(request, QUIET)
+        build_plan(bundle, tmp_path / "x.engine")
 
 
 def test_decode_when_its_profile_has_a_range_then_does_not_pass_for_one_that_reads_in_place(
     llama_fp16_bundle: Path, tmp_path: Path
 ):
-    request = request_for(open_bundle(llama_fp16_bundle), tmp_path / "x.engine")
-    request["profiles"] = [request["profiles"][0] | {"sequence": [1, 8, 8]}]
-    assert run_worker(request, QUIET)["proofs"] == [{"plan": {"_gemm_mha_v2": 3}, "log": {"_gemm_mha_v2": 3}, "decomposed": []}]
+    profiles = profiles_of("decode", sequence=[1, 8, 8])
+    assert build_plan(open_bundle(llama_fp16_bundle), tmp_path / "x.engine", profiles=profiles)["proofs"] == [
+        {"plan": {"_gemm_mha_v2": 3}, "log": {"_gemm_mha_v2": 3}, "decomposed": []}
+    ]
 
 
 def test_compute_capabilities_when_named_then_are_in_the_plan(llama_fp16_bundle: Path, tmp_path: Path):
-    request = request_for(open_bundle(llama_fp16_bundle), tmp_path / "x.engine", compute_capabilities=["8.6", "12.0"])
-    run_worker(request, QUIET)
+    build_plan(open_bundle(llama_fp16_bundle), tmp_path / "x.engine", compute_capabilities=["8.6", "12.0"])
     plan = (tmp_path / "x.engine").read_bytes()
     assert b"sm86" in plan
     assert b"sm120" in plan

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from tformer_deploy import errors
 from tformer_deploy.bundle import Bundle, open_bundle
@@ -26,6 +28,7 @@ from tformer_deploy.bundle.engine_record import (
     parse_record,
     plan_file,
 )
+from tformer_deploy.bundle.manifest import WEIGHTS
 from tformer_deploy.bundle.writer import new_folder, refuse_existing, write_file
 from tformer_deploy.errors import ResourceError, TformerError, UsageError
 from tformer_deploy.exporters.tensorrt.buckets import buckets_for, read_lengths
@@ -38,6 +41,10 @@ if TYPE_CHECKING:
 
     from tformer_deploy.config import DType
     from tformer_deploy.exporters.tensorrt.flavours import FlavourName
+
+
+_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV")
+_PREFIXES = ("LD_", "PYTHON", "CUDA", "NVIDIA", "TRT", "TENSORRT")
 
 
 @dataclass(frozen=True)
@@ -122,9 +129,8 @@ def build(
             source, graph = _derive(bundle, plan.dtype, finished / GRAPH, lambda part: on_progress(part, 0.0))
         started, plans, peak = time.perf_counter(), [], 0.0
         for i, part in enumerate(plan.parts):
-            found = run_worker(
-                worker_request(source, draft, plan, part, finished), _share(on_progress, part.name, i, len(plan.parts))
-            )
+            request, share = worker_request(source, draft, plan, part), _share(on_progress, part.name, i, len(plan.parts))
+            found = run_worker(request, source.path, finished / plan_file(part.name), share)
             plans.append(_engine_plan(part, found))
             draft = dataclasses.replace(draft, cache_updates=found["cache_updates"], ways=tuple(found["ways"]))
             peak = max(peak, found["peak_mib"])
@@ -155,8 +161,8 @@ def _say_before(
         on_note(report.sentence)
     if plan.unfusable_phases:
         on_note(
-            f"WARNING: the attention of {' and '.join(plan.unfusable_phases)} will be DECOMPOSED, as allowed: slow, and with memory "
-            "that grows with the square of the prompt. It is recorded in the engine."
+            f"WARNING: the attention of {' and '.join(plan.unfusable_phases)} may be DECOMPOSED, as allowed: slow, and with memory "
+            "that grows with prompt × capacity. Each layer that is will be named and recorded."
         )
     for sentence in costs.sentences:
         on_note(sentence)
@@ -173,50 +179,68 @@ def _share(on_progress: Callable[[str, float], None], name: str, i: int, count: 
     return lambda phase, done: on_progress(f"{prefix}{phase}", (i + done) / count)
 
 
-def worker_request(source: Bundle, draft: EngineRecord, plan: Plan, part: PlanPart, folder: Path) -> dict[str, Any]:
-    """What the worker is told; see :func:`worker.build_plan`."""
-    graph = source.decode_path if part.graph == "decode" else source.prefill_path
+def worker_request(source: Bundle, draft: EngineRecord, plan: Plan, part: PlanPart) -> dict[str, Any]:
+    """What the worker is told; see :func:`worker.build_plan`. No path is in it."""
     return {
         "flavour": draft.flavour,
-        "graph": str(graph.resolve()),
+        "graph": f"{part.graph}.onnx",
         "square": part.graph == "prefill",
         "capacity": plan.capacity,
-        "plan": str(folder / plan_file(part.name)),
         "n_layers": source.manifest.config.n_layers,
         "compute_capabilities": list(draft.compute_capabilities),
         "profiles": [dataclasses.asdict(p) for p in part.profiles],
+        # TensorRT's parser takes no soft cap: where it is allowed, such attention becomes plain operators before the parser.
+        "expand_attention": source.manifest.config.attention_softcap is not None,
         "decomposable": bool({p.phase for p in part.profiles} & set(plan.unfusable_phases)),
         "may_decompose": list(plan.unfusable_phases),
     }
 
 
-def run_worker(request: dict[str, Any], on_progress: Callable[[str, float], None]) -> dict[str, Any]:
+def run_worker(request: dict[str, Any], folder: Path, output: Path, on_progress: Callable[[str, float], None]) -> dict[str, Any]:
     """Runs the builder in a child process; when this one is stopped, so is the child.
+
+    The builder's order of work depends on addresses, and so its bytes on how much memory was asked for before, down to the length
+    of a path. Hence the child sees no path of the user's and few variables: it starts in a folder of links and writes to an open
+    file.
+
+    Args:
+        request: From :func:`worker_request`.
+        folder: Where graph and weights lie.
+        output: The plan, written only when everything is proven.
+        on_progress: Called with the builder's phase and the fraction done.
 
     Raises:
         TformerError: What the worker reported, or how it ended.
     """
-    with tempfile.TemporaryDirectory(prefix="tformer-deploy-") as scratch:
-        path, log = Path(scratch) / "request.json", Path(scratch) / "builder.log"
-        path.write_text(json.dumps(request), "utf-8")
-        command = [sys.executable, "-m", "tformer_deploy.exporters.tensorrt.worker", str(path)]
-        with log.open("wb") as stderr:
-            # In a session of its own, so that Ctrl-C reaches this process alone, which then ends the child.
+    done = False
+    try:
+        with output.open("xb") as plan, tempfile.TemporaryDirectory(prefix="tformer-deploy-") as links, _log() as log:
+            for name in (request["graph"], WEIGHTS):
+                (Path(links) / name).symlink_to((folder / name).resolve())
             worker = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
-            )
+                # -P: the folder that it starts in is no place to import from.
+                [sys.executable, "-P", "-m", "tformer_deploy.exporters.tensorrt.worker", str(plan.fileno())],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=links, env=_environment(), pass_fds=(plan.fileno(),),
+                start_new_session=True,  # so that Ctrl-C reaches this process alone, which then ends the child
+            )  # fmt: skip
             try:
+                _tell(worker, request)
                 last = _follow(worker, on_progress)
                 worker.wait()
             except BaseException:
                 worker.kill()
                 worker.wait()
                 raise
-        if last.get("event") == "result" and worker.returncode == 0:
-            return last
-        if last.get("event") == "error":
-            raise _error(last)
-        tail = log.read_text("utf-8", errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+            log.seek(0)
+            tail = log.read().decode("utf-8", errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+            done = last.get("event") == "result" and worker.returncode == 0
+    finally:
+        if not done:
+            output.unlink(missing_ok=True)
+    if done:
+        return last
+    if last.get("event") == "error":
+        raise _error(last)
     if worker.returncode == -9:
         raise ResourceError(
             "The builder was killed, most likely because memory ran out.", "Lower --max-batch or --prompt-bucket."
@@ -224,6 +248,21 @@ def run_worker(request: dict[str, Any], on_progress: Callable[[str, float], None
     raise TformerError(
         f"The builder ended with exit code {worker.returncode}: {tail[0]}", "Run the command again; report it if it stays so."
     )
+
+
+def _log() -> IO[bytes]:
+    return tempfile.TemporaryFile(prefix="tformer-deploy-")
+
+
+def _environment() -> dict[str, str]:
+    """What a builder may depend on; nothing that differs from one shell to the next."""
+    return {name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES or name.startswith(_PREFIXES)}
+
+
+def _tell(worker: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
+    assert worker.stdin is not None
+    with contextlib.suppress(BrokenPipeError), worker.stdin:  # a worker that died at once says so by its exit code
+        worker.stdin.write(json.dumps(request).encode())
 
 
 def _follow(worker: subprocess.Popen[bytes], on_progress: Callable[[str, float], None]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 from google.protobuf.message import DecodeError
+from onnx import inliner
 
 from tformer_deploy.errors import InputError
 
@@ -21,7 +22,7 @@ _CACHE = re.compile(r"(?:past_key_values|present)\.(\d+)\.")
 _BLOCK_ENDS = re.compile(r"blocks\.(\d+)\.output")
 
 
-def fixed_graph(path: Path, capacity: int) -> bytes:
+def fixed_graph(path: Path, capacity: int, expand_attention: bool = False) -> bytes:
     """A bundle's graph with ``capacity`` as a number, which TensorRT demands of a cache, and nodes named by layer.
 
     Attention nodes are called ``blocks.3.attention``, others ``blocks.3.attention/…`` and so on: builder, log, plan and error
@@ -30,6 +31,8 @@ def fixed_graph(path: Path, capacity: int) -> bytes:
     Args:
         path: ``decode.onnx`` or ``prefill.onnx`` of a bundle.
         capacity: Slots of every cache row.
+        expand_attention: Write every Attention as the operators that the standard defines it by: for what TensorRT's parser does
+            not take, a soft cap, where unfused attention is allowed.
 
     Raises:
         InputError: It is no graph, an attention has inputs that TensorRT drops or a causal flag on a cache, or it has no
@@ -51,6 +54,8 @@ def fixed_graph(path: Path, capacity: int) -> bytes:
     if not fixed:
         raise InputError(f"{path} has no dimension named capacity.", "Export the bundle again.")
     name_by_layer(proto.graph)
+    if expand_attention:
+        proto = inliner.inline_selected_functions(onnx.shape_inference.infer_shapes(proto), [("", "Attention")], False, True)
     data: bytes = proto.SerializeToString(deterministic=True)
     return data
 

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 DEFAULT_CAPACITY = 4096
 # The decode kernel keeps a row's scores and one head in shared memory: capacity + head_dim values, as measured to the slot.
 _SCORES = {"fp16": 24576, "bf16": 24576, "fp32": 12288}
+# Query heads that the decode kernel wants at least, as measured: 1, 2 and 3 do not fuse.
+_HEADS = 4
 _ONE, _SEVERAL = ("decode",), ("prefill", "extend")
 _ALL = (*_SEVERAL, *_ONE)
-_ONNX_RUNTIME = "Run this bundle on ONNX Runtime; no engine can be made of it."
+_ONNX_RUNTIME = "Run this bundle on ONNX Runtime, or give --allow-decomposed for an engine whose attention is not fused."
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ def attention_faults(config: ModelConfig, dtype: DType, capacity: int) -> Iterat
             _SEVERAL,
             "the dtype is fp32; fused kernels take fp16 and bf16 (decode: fp32 too).",
             "Give --dtype fp16, or --layout decode for a plan that only decodes.",
+        )
+    if config.n_heads < _HEADS:
+        yield Unfusable(
+            _ONE, f"the model has {config.n_heads} query heads; the fused kernel takes {_HEADS} or more.", _ONNX_RUNTIME
         )
     limit = _SCORES[dtype] - dim
     if capacity > limit:
