@@ -2,7 +2,7 @@
 
 Each bucket is a prefill profile; a batch runs in the smallest one that holds its longest prompt. Half of the prompts fit
 into the first, nine in ten into the second, all into the last; lengths are rounded up to multiples of 64, above 512 to
-multiples of 128, so that two buckets never lie closer together than that.
+multiples of 128, so that two buckets lie at least that far apart, but for one that is cut to the capacity.
 """
 
 from __future__ import annotations

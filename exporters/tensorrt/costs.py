@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Kernels and tables of one profile take 7 to 15 MB of a plan.
 PROFILE_BYTES = 15_000_000
 # The builder's process: the libraries and kernels by themselves, and a multiple of a plan's weights (benchmarks/engine_build.py).
-_BUILDER_BYTES, _BUILDER_WEIGHTS = 900 * 2**20, 4.2
+_BUILDER_BYTES, _BUILDER_WEIGHTS = 270 * 2**20, 4.2
 # A tied table whose vocabulary is no multiple of this is stored twice: once to look up, once to multiply with.
 _VOCABULARY_STEP = 8
 _CGROUPS = (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tformer_deploy.bundle.engine_record import (
     ENGINES,
+    FLAVOURS,
     GRAPH,
     REBUILD,
     SIDECAR,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from tformer_deploy.bundle.bundle import Bundle
 
 __all__ = [
-    "ENGINES", "GRAPH", "REBUILD", "SIDECAR", "DerivedGraph", "EngineEntry", "EnginePlan", "EngineProfile", "EngineRecord",
+    "ENGINES", "FLAVOURS", "GRAPH", "REBUILD", "SIDECAR", "DerivedGraph", "EngineEntry", "EnginePlan", "EngineProfile", "EngineRecord",
     "dump_record", "list_engines", "parse_record", "plan_file", "read_engine", "require_engine",
 ]  # fmt: skip
 _SIDECAR_LIMIT = 4 * 2**20
