@@ -11,9 +11,11 @@ from conftest import LLAMA_LIKE
 from tformer_deploy.bundle import Manifest, open_bundle
 from tformer_deploy.bundle.quantization import Quantization
 from tformer_deploy.errors import InputError, ResourceError, StorageError
+from tformer_deploy.exporters.tensorrt import costs as costs_module
 from tformer_deploy.exporters.tensorrt.buckets import buckets_for, read_lengths
 from tformer_deploy.exporters.tensorrt.costs import (
     PROFILE_BYTES,
+    QUANTISED_PROFILE_BYTES,
     Room,
     available_memory,
     estimate,
@@ -65,6 +67,21 @@ def test_costs_when_weights_are_int4_then_they_count_packed(manifest: Manifest):
     costs = estimate(make_plan(quantised, "fp16", 100, 8, ()), quantised)
     matrices = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     assert costs.weights < WEIGHTS - matrices
+    assert costs.plans == costs.weights + 2 * QUANTISED_PROFILE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("weights", "quantised", "peak_mib"), [(256.6, False, 1294), (942.3, False, 3329), (121.8, True, 989), (0.2, False, 268)]
+)
+def test_memory_when_estimated_then_is_at_least_what_builders_took_and_not_far_above(
+    manifest: Manifest, weights: float, quantised: bool, peak_mib: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Peaks measured with tensorrt-rtx 1.7.1.116: SmolLM2 and a model of 0.5 billion in fp16, SmolLM2 in int4, a tiny one."""
+    monkeypatch.setattr(costs_module, "stored_size", lambda shape, dtype: int(weights * 2**20) if dtype == "once" else 0)
+    monkeypatch.setattr(costs_module, "stored_tensors", lambda *_: {"embedding.weight": ((1,), "once")})
+    changed = dataclasses.replace(manifest, quantization=Quantization("int4", "int8", 32) if quantised else None)
+    host = estimate(make_plan(changed, "fp16", 100, 8, ()), changed).host / 2**20
+    assert peak_mib <= host <= 1.3 * peak_mib
 
 
 def test_room_when_memory_or_disk_is_short_then_is_refused_with_both_numbers_and_a_next_step(manifest: Manifest):

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from tformer_deploy.bundle import Manifest
     from tformer_deploy.exporters.tensorrt.preflight import Plan
 
-# Kernels and tables of one profile take 7 to 15 MB of a plan.
-PROFILE_BYTES = 15_000_000
+# Kernels and tables of one profile take 2 to 15 MB of a plan; those of quantised matrices up to 17.
+PROFILE_BYTES, QUANTISED_PROFILE_BYTES = 15_000_000, 20_000_000
 # The builder's process: the libraries and kernels by themselves, and a multiple of a plan's weights (benchmarks/engine_build.py).
-_BUILDER_BYTES, _BUILDER_WEIGHTS = 270 * 2**20, 4.2
+_BUILDER_BYTES, _BUILDER_WEIGHTS, _BUILDER_QUANTISED = 270 * 2**20, 4.1, 6.5
 # A tied table whose vocabulary is no multiple of this is stored twice: once to look up, once to multiply with.
 _VOCABULARY_STEP = 8
 _CGROUPS = (
@@ -88,10 +88,11 @@ def estimate(plan: Plan, manifest: Manifest) -> Costs:
     if manifest.quantization is None and config.tied and config.vocab_size % _VOCABULARY_STEP:
         weights += stored_size(*tensors[EMBEDDING])
     n_plans, n_profiles = len(plan.parts), sum(len(part.profiles) for part in plan.parts)
-    plans = n_plans * weights + n_profiles * PROFILE_BYTES
+    quantised = manifest.quantization is not None
+    plans = n_plans * weights + n_profiles * (QUANTISED_PROFILE_BYTES if quantised else PROFILE_BYTES)
     row = cache_bytes_per_token(config, plan.dtype) * plan.capacity
     derived = 0 if plan.dtype == manifest.dtype else stored
-    host = int(_BUILDER_BYTES + _BUILDER_WEIGHTS * weights)
+    host = int(_BUILDER_BYTES + (_BUILDER_QUANTISED if quantised else _BUILDER_WEIGHTS) * weights)
     return Costs(weights, plans, row, row * plan.max_batch, host, plans + derived, n_plans, plan.capacity, plan.max_batch)
 
 
