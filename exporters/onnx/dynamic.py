@@ -86,7 +86,9 @@ class _Writer:
         assert dtype is not None and dims is not None  # noqa: PT018
         one = [*dims[:-1], 1]
         sizes = self._add("Abs", [rows], f"{name}.sizes", dims, dtype)
-        largest = self._add("ReduceMax", [sizes, self._constant("last_axis", np.array([-1]))], f"{name}.largest", one, dtype, keepdims=1)
+        largest = self._add(
+            "ReduceMax", [sizes, self._constant("last_axis", np.array([-1]))], f"{name}.largest", one, dtype, keepdims=1
+        )
         largest = self._add("Max", [largest, self._float("smallest", SMALLEST)], f"{name}.above_zero", one, dtype)
         levels = self._float("levels", LARGEST)
         steps = self._add("Div", [largest, levels], f"{name}.scale", one, dtype)

@@ -55,7 +55,11 @@ class _Phase(nn.Module):
 
 
 def build_graph(
-    config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[str, TensorRecord], build_id: str,
+    config: ModelConfig,
+    dtype: DType,
+    phase: Phase,
+    tensors: dict[str, TensorRecord],
+    build_id: str,
     quantization: Quantization | None = None,
 ) -> ir.Model:
     """Traces one phase and points its initializers into ``weights.bin``.

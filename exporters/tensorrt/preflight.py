@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, unfusable
+from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, no_engine, unfusable
 from tformer_deploy.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -47,8 +47,10 @@ def make_plan(manifest: Manifest, dtype: DType, capacity: int | None, max_batch:
 
     Raises:
         UsageError: A number is out of range.
-        InputError: An attention of a phase cannot fuse.
+        InputError: An attention of a phase cannot fuse, or the matrices are stored as no engine reads them.
     """
+    if fault := no_engine(manifest.quantization):
+        raise InputError(f"No engine can be made of this bundle: {fault[0]}", fault[1])
     if max_batch < 1:
         raise UsageError(f"--max-batch is {max_batch}; expected at least 1.", "Choose a number from 1.")
     capacity = min(manifest.max_length, DEFAULT_CAPACITY) if capacity is None else capacity

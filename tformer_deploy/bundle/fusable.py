@@ -1,4 +1,4 @@
-"""Which attention TensorRT can fuse, known from the model alone. The limits were measured on TensorRT-RTX 1.7.
+"""What TensorRT can build: which attention it can fuse, known from the model alone. The limits were measured on TensorRT-RTX 1.7.
 
 Windows and ALiBi fuse: their masks are computed in the graph. A soft cap does not, nor do some head sizes and dtypes.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tformer_deploy.bundle.quantization import Quantization
     from tformer_deploy.config import DType, ModelConfig
 
 # Cache slots of a row where nothing is asked for.
@@ -45,6 +46,16 @@ def unfusable(config: ModelConfig, dtype: DType, capacity: int) -> list[tuple[st
             )
         )
     return faults
+
+
+def no_engine(quantization: Quantization | None) -> tuple[str, str] | None:
+    """Why no engine can be made of matrices stored so, and what to do about it; None where one can."""
+    if quantization is None or not quantization.dynamic:
+        return None
+    return (
+        f"matrices are {quantization.kind}: its graphs multiply whole numbers (MatMulInteger), which TensorRT has no operator for.",
+        "Run this bundle on ONNX Runtime; for an engine, export the checkpoint with --quantize int8 or int4.",
+    )
 
 
 _ONNX_RUNTIME = "Run this bundle on ONNX Runtime; no engine can be made of it."

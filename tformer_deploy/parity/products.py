@@ -26,8 +26,6 @@ from tformer_deploy.parity.metrics import worse
 from tformer_deploy.quantization.rows import round_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
 
     from tformer_deploy.bundle import Bundle
@@ -76,9 +74,7 @@ def compare_products(bundle: Bundle, plan: Plan) -> list[Check]:
     return checks
 
 
-def _inputs(
-    phase: str, rows: tuple[tuple[int, ...], ...], lengths: tuple[int, ...]
-) -> Mapping[str, NDArray[np.generic]]:
+def _inputs(phase: str, rows: tuple[tuple[int, ...], ...], lengths: tuple[int, ...]) -> dict[str, NDArray[np.generic]]:
     """The prompts, or the token after each."""
     if phase == "decode":
         new = np.array([[row[n]] for row, n in zip(rows, lengths, strict=True)], np.int64)
