@@ -129,6 +129,15 @@ def test_rows_when_rounded_then_halves_go_to_the_even_level_and_zeros_stay_zeros
     assert scales[:, 0, 0].tolist() == [1, float(torch.tensor(SMALLEST) / 127), float(torch.tensor(3e38) / 127)]
 
 
+def test_rows_when_many_are_rounded_then_each_value_has_the_bits_of_float32_operators():
+    """A division of two roundings moves three of these values to another level."""
+    x = np.random.default_rng(0).standard_normal((4000, 512)).astype(np.float32)
+    largest = np.abs(x).max(1, keepdims=True)
+    values, scales = round_rows(torch.from_numpy(x), 512)
+    assert np.array_equal(values[:, 0].numpy(), np.round(x * (np.float32(127) / largest)))
+    assert np.array_equal(scales[:, 0].numpy(), largest / np.float32(127))
+
+
 # ---- Graphs.
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
@@ -28,4 +29,6 @@ def round_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     padded = F.pad(x, (0, -x.shape[-1] % block))
     blocks = padded.reshape(*padded.shape[:-1], -1, block)
     largest = blocks.abs().amax(-1, keepdim=True).clamp_min(SMALLEST)
-    return (blocks * (LARGEST / largest)).round(), largest / LARGEST
+    # A number over a tensor would be its reciprocal times the number: two roundings where Div has one, and other levels at halves.
+    inverse = torch.full_like(largest, LARGEST) / largest
+    return (blocks * inverse).round(), largest / LARGEST
