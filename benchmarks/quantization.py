@@ -2,7 +2,7 @@
 
     python benchmarks/quantization.py CHECKPOINT --text EVALUATION.txt [--calibration PROMPTS] [--way int4:128:c …]
 
-A way is ``kind:block``, with ``:c`` for weights rounded for the calibration. Each is exported, checked on the runtime by
+A way is ``kind:block`` (``int8-dynamic:all``), with ``:c`` for weights rounded for the calibration. Each is exported, checked on the runtime by
 ``tformer-deploy check --text`` and thrown away. The calibration must not be the text that is evaluated. The last line is JSON.
 """
 
@@ -28,7 +28,17 @@ FIGURES = {
     "same top-1": "prefill: same top-1, all positions",
     "perplexity": "prefill: perplexity ratio",
 }
-WAYS = ("int8:32", "int8:128", "int8:128:c", "int4:32", "int4:128", "int4:128:c", "int4:32:c")
+WAYS = (
+    "int8:32",
+    "int8:128",
+    "int8:128:c",
+    "int4:32",
+    "int4:128",
+    "int4:128:c",
+    "int4:32:c",
+    "int8-dynamic:all",
+    "int8-dynamic:all:c",
+)
 
 
 def main() -> None:
@@ -61,7 +71,9 @@ def measure(options: argparse.Namespace, way: str, kind: str, block: str, calibr
     """Exports one way and reads its check's report."""
     with tempfile.TemporaryDirectory(prefix="tformer-deploy-") as scratch:
         bundle, report = Path(scratch) / "bundle", Path(scratch) / "report.json"
-        command = ["export", options.checkpoint, "-o", bundle, "--quantize", kind, "--block", block, "--no-check"]
+        command = ["export", options.checkpoint, "-o", bundle, "--quantize", kind, "--no-check"]
+        if block != "all":
+            command += ["--block", block]
         if calibrated:
             command += ["--calibration", options.calibration]
         started = time.perf_counter()

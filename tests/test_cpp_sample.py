@@ -132,7 +132,7 @@ def test_greedy_when_weights_are_hot_then_the_ids_that_python_gives(run, request
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "int8-dynamic"])
 def test_greedy_when_weights_are_quantised_then_the_ids_that_python_gives(run, llama_checkpoint, tmp_path, kind):
     bundle, ids = export(llama_checkpoint, tmp_path / "b", quantize=kind, check=False), [5, 99, 1, 130, 42, 7]
     session = open_bundle(bundle).session(threads=1, profile="portable")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tformer_deploy.bundle import open_bundle
-from tformer_deploy.bundle.quantization import BLOCKS, Calibration, Quantization, default_block
+from tformer_deploy.bundle.quantization import BLOCKS, DYNAMIC, Calibration, Quantization, default_block
 from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError, UsageError
 from tformer_deploy.generation import load_tokenizer
 from tformer_deploy.parity.text import read_beginning
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tformer_deploy.backends.cpu.opening import ProfileName
-    from tformer_deploy.bundle.quantization import Kind
+    from tformer_deploy.bundle.quantization import Kind, Whole
     from tformer_deploy.config import DType, ModelConfig
     from tformer_deploy.generation import Tokenizer
     from tformer_deploy.parity import Report
@@ -41,7 +41,7 @@ def export(
     dtype: DType = "fp32",
     quantize: Kind | None = None,
     block: int | None = None,
-    head: Kind | None = None,
+    head: Whole | None = None,
     calibration: str | Path | None = None,
     max_length: int | None = None,
     check: bool = True,
@@ -55,7 +55,8 @@ def export(
         decoder_or_path: A ``tformer_deploy.reference.Decoder``, or the path of a checkpoint of any supported family.
         bundle_path: Folder to write.
         dtype: dtype of weights and caches.
-        quantize: Matrices as ``int8`` or ``int4``, with one scale for each block of inputs; None: in ``dtype``.
+        quantize: Matrices as ``int8`` or ``int4``, with one scale for each block of inputs, or as ``int8-dynamic`` (CPU only),
+            with one scale for each output and rows rounded to int8 in the graph; None: in ``dtype``.
         block: Inputs that share a scale: 32, 64 or 128; None: as docs/quantization.md says.
         head: ``int8`` or ``int4`` for the head; ``quantize`` where None.
         calibration: A text or JSONL file of prompts that the matrices are rounded for; None: each value to the nearest.
@@ -67,7 +68,7 @@ def export(
 
     Raises:
         InputError: The checkpoint is damaged or not supported, or the calibration cannot be used.
-        UsageError: ``block``, ``head`` or ``calibration`` without ``quantize``.
+        UsageError: ``block``, ``head`` or ``calibration`` without ``quantize``; ``block`` or ``head`` with ``int8-dynamic``.
         ParityError: The check is red; nothing is left at ``bundle_path``.
     """
     if not isinstance(decoder_or_path, (str, Path)):
@@ -100,7 +101,7 @@ def export(
 
 
 def _quantization(
-    config: ModelConfig, tokenizer: Tokenizer | None, kind: Kind | None, block: int | None, head: Kind | None,
+    config: ModelConfig, tokenizer: Tokenizer | None, kind: Kind | None, block: int | None, head: Whole | None,
     calibration: Path | None,
 ) -> tuple[Quantization | None, Rows | None]:  # fmt: skip
     """What is quantised and how, and the rows that it is rounded for."""
@@ -109,11 +110,18 @@ def _quantization(
         if names := [name for name, value in given.items() if value is not None]:
             raise UsageError(f"{names[0]} says how to quantise, and nothing is quantised.", "Give --quantize int8 or int4 too.")
         return None, None
+    if kind == DYNAMIC and (names := [n for n, value in (("--block", block), ("--head", head)) if value is not None]):
+        raise UsageError(
+            f"{names[0]} does not go with --quantize {DYNAMIC}: every matrix, the head too, has one scale an output.",
+            f"Leave {names[0]} out, or give --quantize int8 or int4.",
+        )
     rows, record = None, None
     if calibration is not None:
         module = load("tformer_deploy.quantization.calibration", "export")
         rows = module.calibration_rows(calibration, None if tokenizer is None else tokenizer.encode, config, config.max_length)
         record = Calibration(calibration.name, len(rows), sum(map(len, rows)))
+    if kind == DYNAMIC:
+        return Quantization(kind, kind, None, record), rows
     return Quantization(kind, head or kind, block or default_block(calibration is not None), record), rows
 
 
@@ -185,9 +193,9 @@ def build_engine(bundle_path: str | Path, *, range_scan: str | Path | None = Non
 def _cure(quantization: Quantization) -> str:
     """What makes a quantised bundle more exact."""
     ways = [] if quantization.calibration else ["--calibration with a text that the model is meant for"]
-    ways += ["--block 32"] if quantization.block > BLOCKS[0] else []
+    ways += ["--block 32"] if quantization.block is not None and quantization.block > BLOCKS[0] else []
     ways += ["--head int8"] if quantization.head == "int4" else []
-    ways += ["--quantize int8"] if quantization.kind == "int4" else []
+    ways += ["--quantize int8"] if quantization.kind != "int8" else []
     look = "export with --no-check and run `tformer-deploy check` to look at it"
     return f"Try {', '.join(ways)}; or {look}." if ways else f"{look[0].upper()}{look[1:]}, or leave --quantize out."
 

@@ -88,7 +88,7 @@ def export_bundle(
         build_id = _build_id(config, dtype, weights)
         for phase in PHASES:
             say(f"{phase} graph")
-            graph = build_graph(checkpoint.config, dtype, phase, tensors, build_id, quantization is not None)
+            graph = build_graph(checkpoint.config, dtype, phase, tensors, build_id, quantization)
             require_clean(graph, checkpoint.config, dtype, phase)
             save_graph(graph, str(folder / f"{phase}.onnx"))
         files = {WEIGHTS: weights} | {f"{phase}.onnx": hash_file(folder / f"{phase}.onnx") for phase in PHASES}

@@ -23,6 +23,7 @@ from tformer_deploy.reference.decoder import Decoder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tformer_deploy.bundle.quantization import Quantization
     from tformer_deploy.config import DType, ModelConfig
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -54,7 +55,12 @@ class _Phase(nn.Module):
 
 
 def build_graph(
-    config: ModelConfig, dtype: DType, phase: Phase, tensors: dict[str, TensorRecord], build_id: str, quantized: bool = False
+    config: ModelConfig,
+    dtype: DType,
+    phase: Phase,
+    tensors: dict[str, TensorRecord],
+    build_id: str,
+    quantization: Quantization | None = None,
 ) -> ir.Model:
     """Traces one phase and points its initializers into ``weights.bin``.
 
@@ -64,12 +70,12 @@ def build_graph(
         phase: Which graph.
         tensors: Where each parameter lies.
         build_id: Written into both graphs, so that graphs of two exports are never mixed.
-        quantized: Matrices are stored as whole numbers and scales.
+        quantization: How matrices are stored; None: in ``dtype``.
 
     Returns:
         An optimised model whose bytes depend on the arguments and the libraries' versions only.
     """
-    if quantized:
+    if quantization is not None:
         config = untied(config)
     with torch.device("meta"):
         decoder = Decoder(config)
@@ -101,8 +107,8 @@ def build_graph(
     logging.getLogger("onnx_ir.passes.common.initializer_deduplication").setLevel(logging.ERROR)
     onnxscript.optimizer.optimize_ir(traced, input_size_limit=_FOLD_BYTES, output_size_limit=_FOLD_BYTES)
     name_marked_values(traced)
-    if quantized:
-        quantize_graph(traced.graph, tensors)
+    if quantization is not None:
+        quantize_graph(traced.graph, tensors, quantization.dynamic)
     _point_into_weights(traced, tensors)
     _declare_signature(traced, config, dtype, phase)
     _strip(traced, phase, build_id)

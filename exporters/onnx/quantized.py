@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from tformer_deploy.bundle.quantization import EMBEDDING, is_matrix, scale_name
+from tformer_deploy.exporters.onnx.dynamic import multiply_whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,13 +28,18 @@ IR_DTYPES = {
 }
 
 
-def quantize_graph(graph: ir.Graph, tensors: dict[str, TensorRecord]) -> None:
+def quantize_graph(graph: ir.Graph, tensors: dict[str, TensorRecord], dynamic: bool = False) -> None:
     """Rewrites the graph of the untied model, whose weights are initializers without values.
 
     Args:
         graph: Changed.
         tensors: The bundle's table.
+        dynamic: Rows are rounded in the graph, and whole numbers multiplied.
     """
+    if dynamic:
+        multiply_whole_numbers(graph, tensors)
+        _widen(graph, graph.initializers[EMBEDDING], tensors[EMBEDDING])
+        return
     padded: dict[tuple[ir.Value, int], ir.Value] = {}
     for name, value in list(graph.initializers.items()):
         if name not in tensors:

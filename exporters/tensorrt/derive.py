@@ -14,7 +14,7 @@ from tformer_deploy.backends.session import Session
 from tformer_deploy.backends.torch import bundle_backend
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.bundle.engines import DerivedGraph
-from tformer_deploy.bundle.quantization import KINDS, stored_tensors
+from tformer_deploy.bundle.quantization import WHOLE, stored_tensors
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.onnx import export_bundle
 from tformer_deploy.parameters import constant_shapes
@@ -70,7 +70,7 @@ class BundleSource:
         manifest = self._bundle.manifest
         for name, (_, kind) in stored_tensors(manifest.config, dtype, manifest.quantization).items():
             array = self._bundle.tensor(name)
-            if kind in KINDS:
+            if kind in WHOLE:
                 yield StoredTensor(name, kind, torch.from_numpy(array))
                 continue
             tensor = torch.from_numpy(array).to(_TORCH[kind])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, PhaseReport, preflight
+from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, PhaseReport, no_engine, preflight
 from tformer_deploy.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -90,8 +90,11 @@ def make_plan(
 
     Raises:
         UsageError: A number is out of range.
-        InputError: An attention of a phase cannot fuse, and ``allow_decomposed`` is False or does not help.
+        InputError: An attention of a phase cannot fuse, and ``allow_decomposed`` is False or does not help; or the matrices are
+            stored as no engine reads them.
     """
+    if fault := no_engine(manifest.quantization):
+        raise InputError(f"No engine can be made of this bundle: {fault[0]}", fault[1])
     if max_batch < 1:
         raise UsageError(f"--max-batch is {max_batch}; expected at least 1.", "Choose a number from 1.")
     capacity = capacity_for(manifest, capacity)

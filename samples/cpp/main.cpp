@@ -136,7 +136,7 @@ Bundle open_bundle(const std::filesystem::path& path) {
   const json versions = raw.value("versions", json()), made = versions.is_object() ? versions.value("tformer-deploy", json()) : json();
   if (schema > 2) bad_manifest("schema is " + std::to_string(schema) + ", made by tformer-deploy " + made.dump().substr(0, 42) + "; schemas 1 and 2 are read.");
   std::set<std::string> fields{"schema", "config", "dtype", "max_length", "eos_token_ids", "bos_token_id", "source", "versions", "files", "tensors"};
-  if (schema == 2) fields.insert("quantization");  // matrices in int8 or int4: that is for ONNX Runtime to know
+  if (schema == 2) fields.insert("quantization");  // matrices on few levels: that is for ONNX Runtime to know
   object(raw, "it", fields);
   const json& config = object(raw["config"], "config");
   const auto count = [&config](const char* name, int64_t high = kMaxCount) {
@@ -197,6 +197,10 @@ class Graph {
     options.SetIntraOpNumThreads(threads);  // 0: as many as there are cores
     // Both graphs use the weights as they lie in the file; packing would make a second copy for each. Quantised ones must be packed.
     if (!bundle.quantized) options.AddConfigEntry("session.disable_prepacking", "1");
+#if defined(__x86_64__)
+    // Without VNNI uint8 times int8 is summed in 16 bits, which overflow; this asks for the slower kernels that do not.
+    if (bundle.quantized && !__builtin_cpu_supports("avx512vnni")) options.AddConfigEntry("session.x64quantprecision", "1");
+#endif
     guarded([&] { session_ = Ort::Session(env, path_.c_str(), options); });
   }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -12,7 +14,6 @@ from tformer_deploy.errors import CapabilityError, InputError, ResourceError, Tf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -26,6 +27,7 @@ _FLOOR = (1, 25)  # the first release whose CPU provider has TensorScatter
 _ERRORS_ONLY = 3
 # Quantised weights are multiplied with rows rounded to int8: the level of MatMulNBits that is fast. Its exact ones are not.
 INT8_ROWS = "4"
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _HINT = "Export the bundle again, or look at it with `tformer-deploy check`."
 
 
@@ -47,6 +49,22 @@ def import_runtime() -> Any:
             "Run pip install 'onnxruntime>=1.25'.",
         )
     return onnxruntime
+
+
+def product_entries() -> dict[str, str]:
+    """Session entries that say how whole numbers are multiplied: fast, and without overflow."""
+    entries = {"session.qdq_matmulnbits_accuracy_level": INT8_ROWS}
+    return entries if _adds_in_32_bits() else entries | {"session.x64quantprecision": "1"}
+
+
+def _adds_in_32_bits() -> bool:
+    """Whether uint8 times int8 is exact on this CPU: x86 without VNNI adds pairs of products in 16 bits, which overflow."""
+    if platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686"):
+        return True
+    try:
+        return "_vnni" in Path("/proc/cpuinfo").read_text("utf-8", "replace")
+    except OSError:
+        return False
 
 
 class OnnxRuntimeCache:
@@ -110,6 +128,7 @@ class LoadedGraph:
         threads: Of the runtime; its default where None.
         optimised: False runs the graph as it is written, node by node.
         dequantised: True turns quantised weights into float32 when the graph is loaded; what runs is then exact.
+        instead: A serialised graph that is loaded in the file's place.
 
     Raises:
         InputError: The runtime cannot load it.
@@ -117,8 +136,9 @@ class LoadedGraph:
     """
 
     def __init__(
-        self, path: Path, config: ModelConfig, threads: int | None = None, optimised: bool = True, dequantised: bool = False
-    ) -> None:
+        self, path: Path, config: ModelConfig, threads: int | None = None, optimised: bool = True, dequantised: bool = False,
+        instead: bytes | None = None,
+    ) -> None:  # fmt: skip
         self.path, self.config = path, config
         self._runtime = import_runtime()
         options = self._runtime.SessionOptions()
@@ -127,11 +147,14 @@ class LoadedGraph:
             options.intra_op_num_threads = threads
         if not optimised:
             options.graph_optimization_level = self._runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", INT8_ROWS)
+        for key, value in product_entries().items():
+            options.add_session_config_entry(key, value)
         if dequantised:
             options.add_session_config_entry("session.disable_quant_qdq", "1")
+        if instead is not None:
+            options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
         try:
-            self._session = self._runtime.InferenceSession(str(path), options, providers=[PROVIDER])
+            self._session = self._runtime.InferenceSession(instead or str(path), options, providers=[PROVIDER])
         except Exception as e:
             reason = str(e).strip().splitlines()[0]
             if "alloc" in reason:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tformer_deploy.backends.base import capacity_bucket
+from tformer_deploy.backends.dynamic import exact_graph
 from tformer_deploy.backends.graph import LoadedGraph, OnnxRuntimeCache, import_runtime
 from tformer_deploy.bundle.signature import INPUT_IDS, LOGIT_POSITIONS, PAST_LENGTHS, Phase
 
@@ -29,7 +30,7 @@ class OnnxRuntimeBackend:
         bundle: Where they are.
         threads: Of the runtime; its default where None.
         optimised: False runs the graphs as they are written, node by node, to compare with.
-        dequantised: True turns quantised weights into float32 at loading, to compare with.
+        dequantised: True turns quantised weights into float32 at loading, and leaves rows as they come, to compare with.
     """
 
     name = "onnxruntime"
@@ -43,7 +44,8 @@ class OnnxRuntimeBackend:
         self.notes: tuple[str, ...] = ()
         self._threads, self._graphs = threads, dict[Phase, LoadedGraph]()
         self._optimised, self._dequantised = optimised, dequantised
-        self._folder = bundle.path
+        self._bundle, self._folder = bundle, bundle.path
+        self._dynamic = manifest.quantization is not None and manifest.quantization.dynamic
         if manifest.dtype == "bf16":
             from tformer_deploy.backends.bf16 import write_fp32_graphs
 
@@ -81,5 +83,6 @@ class OnnxRuntimeBackend:
     def _graph(self, phase: Phase) -> LoadedGraph:
         if phase not in self._graphs:
             path = self._folder / f"{phase}.onnx"
-            self._graphs[phase] = LoadedGraph(path, self.config, self._threads, self._optimised, self._dequantised)
+            instead = exact_graph(path, self._bundle) if self._dequantised and self._dynamic else None
+            self._graphs[phase] = LoadedGraph(path, self.config, self._threads, self._optimised, self._dequantised, instead)
         return self._graphs[phase]

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tformer_deploy.backends.graph import PROVIDER, import_runtime
+from tformer_deploy.backends.dynamic import exact_rows
+from tformer_deploy.backends.graph import PROVIDER, WEIGHTS_FOLDER, import_runtime, product_entries
 from tformer_deploy.errors import CapabilityError, InputError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from tformer_deploy.bundle.signature import Phase
 
 _ERRORS_ONLY = 3
-_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 class WatchedGraph:
@@ -30,6 +30,7 @@ class WatchedGraph:
         phase: Which one.
         wanted: Names of values to look at; those that the graph does not have are left out.
         scratch: An empty folder, or one that another graph of the same bundle has used: a bf16 bundle is cast into it.
+        exact: Quantised weights become float32 and rows stay as they come; False: as deployed.
 
     Attributes:
         wanted: As given.
@@ -41,7 +42,7 @@ class WatchedGraph:
         CapabilityError: The package onnx is not installed.
     """
 
-    def __init__(self, bundle: Bundle, phase: Phase, wanted: Sequence[str], scratch: Path) -> None:
+    def __init__(self, bundle: Bundle, phase: Phase, wanted: Sequence[str], scratch: Path, exact: bool = True) -> None:
         try:
             import onnx
         except ImportError as e:
@@ -57,6 +58,8 @@ class WatchedGraph:
             if not (folder / f"{phase}.onnx").exists():
                 write_fp32_graphs(bundle, folder)
         model = onnx.load(folder / f"{phase}.onnx", load_external_data=False)
+        if exact and manifest.quantization is not None and manifest.quantization.dynamic:
+            exact_rows(model.graph, bundle)
         outputs = {output.name for output in model.graph.output}
         inside = {name for node in model.graph.node for name in node.output}
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self.wanted if name in inside - outputs)
@@ -64,8 +67,11 @@ class WatchedGraph:
         runtime = import_runtime()
         options = runtime.SessionOptions()
         options.log_severity_level = _ERRORS_ONLY
-        options.add_session_config_entry(_WEIGHTS_FOLDER, str(folder))
-        options.add_session_config_entry("session.disable_quant_qdq", "1")  # quantised weights in float32: what runs is exact
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
+        if exact:
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
+        for key, value in product_entries().items():
+            options.add_session_config_entry(key, value)
         try:
             self._session = runtime.InferenceSession(model.SerializeToString(), options, providers=[PROVIDER])
         except Exception as e:

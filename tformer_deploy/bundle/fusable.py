@@ -1,4 +1,4 @@
-"""Which attention TensorRT can fuse, known from the model alone. The limits were measured on TensorRT-RTX 1.7.
+"""What TensorRT can build: which attention it can fuse, known from the model alone. The limits were measured on TensorRT-RTX 1.7.
 
 Windows and ALiBi fuse: their masks are computed in the graph. A soft cap does not, nor do some head sizes and dtypes.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tformer_deploy.bundle.quantization import Quantization
     from tformer_deploy.config import DType, ModelConfig
 
 # Cache slots of a row where nothing is asked for.
@@ -131,3 +132,13 @@ def unfusable(config: ModelConfig, dtype: DType, capacity: int) -> list[tuple[st
         where = " and ".join(phase for phase in ("prefill", "decode") if phase in fault.phases)
         found.append((f"{where}: {fault.reason}", fault.cure))
     return found
+
+
+def no_engine(quantization: Quantization | None) -> tuple[str, str] | None:
+    """Why no engine can be made of matrices stored so, and what to do about it; None where one can."""
+    if quantization is None or not quantization.dynamic:
+        return None
+    return (
+        f"matrices are {quantization.kind}: its graphs multiply whole numbers (MatMulInteger), which TensorRT has no operator for.",
+        "Run this bundle on ONNX Runtime; for an engine, export the checkpoint with --quantize int8 or int4.",
+    )

@@ -8,13 +8,22 @@ import re
 from typing import Any
 
 from tformer_deploy.bundle.manifest import MANIFEST, SCHEMA, WEIGHTS, FileRecord, Manifest, Source, TensorRecord
-from tformer_deploy.bundle.quantization import BLOCKS, CALIBRATION, KINDS, Calibration, Quantization, stored_size
+from tformer_deploy.bundle.quantization import (
+    BLOCKS,
+    CALIBRATION,
+    DYNAMIC,
+    KINDS,
+    WHOLE,
+    Calibration,
+    Quantization,
+    stored_size,
+)
 from tformer_deploy.bundle.tensor_table import check_tensor_table
 from tformer_deploy.config import DTYPES, ModelConfig
 from tformer_deploy.errors import InputError, escaped
 from tformer_deploy.strict_json import parse_object
 
-_STORED = (*DTYPES, *KINDS)
+_STORED = (*DTYPES, *WHOLE)
 _QUANTISED = 2  # the first schema with ``quantization``
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _AGAIN = "Export the bundle again."
@@ -172,7 +181,9 @@ def _tensor(name: str, raw: Any) -> TensorRecord:
 def _quantization(raw: Any) -> Quantization:
     record = _object(raw, "quantization")
     _exact_keys(record, {f.name for f in dataclasses.fields(Quantization)}, f"{MANIFEST}: quantization")
-    for name, choices in (("kind", KINDS), ("head", KINDS), ("block", BLOCKS)):
+    dynamic = record["kind"] == DYNAMIC  # its head is too, and its scales are of whole inputs
+    heads, blocks = ((DYNAMIC,), (None,)) if dynamic else (WHOLE, BLOCKS)
+    for name, choices in (("kind", KINDS), ("head", heads), ("block", blocks)):
         value = record[name]
         if isinstance(value, bool) or value not in choices:
             expected = ", ".join(map(str, choices))

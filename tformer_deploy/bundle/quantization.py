@@ -10,8 +10,13 @@ from tformer_deploy.parameters import Shape, constant_shapes, parameter_shapes
 if TYPE_CHECKING:
     from tformer_deploy.config import DType, ModelConfig
 
-Kind = Literal["int8", "int4"]
+# dtypes of whole numbers in weights.bin, and how a bundle multiplies with them: int8-dynamic stores int8 with one scale for
+# each output, and its graphs round rows to int8 themselves.
+Whole = Literal["int8", "int4"]
+Kind = Literal["int8", "int4", "int8-dynamic"]
+WHOLE: tuple[Whole, ...] = get_args(Whole)
 KINDS: tuple[Kind, ...] = get_args(Kind)
+DYNAMIC: Kind = "int8-dynamic"
 BLOCKS = (32, 64, 128)
 CALIBRATION = "calibration.json"
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
@@ -40,14 +45,19 @@ class Quantization:
     Attributes:
         kind: Of the blocks' projections.
         head: Of the head.
-        block: Inputs that share a scale, at most; :func:`block_for` says how many really do.
+        block: Inputs that share a scale, at most; :func:`block_for` says how many really do. None in int8-dynamic: all of them.
         calibration: What the weights were rounded for; None: each to the nearest.
     """
 
     kind: Kind
     head: Kind
-    block: int
+    block: int | None
     calibration: Calibration | None = None
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the graphs round rows themselves, one scale a row."""
+        return self.kind == DYNAMIC
 
     @property
     def sentence(self) -> str:
@@ -56,11 +66,13 @@ class Quantization:
         known = "each value rounded to the nearest; nothing was known of activations"
         if self.calibration is not None:
             known = f"rounded for {self.calibration.tokens} tokens of {self.calibration.name}"
-        return f"Matrices in {self.kind}, blocks of {self.block}{head}: {known}."
+        scales = "one scale an output, and one a row of activations" if self.dynamic else f"blocks of {self.block}"
+        return f"Matrices in {self.kind}, {scales}{head}: {known}."
 
-    def kind_of(self, name: str) -> Kind:
-        """Of one matrix."""
-        return self.head if name == HEAD else self.kind
+    def kind_of(self, name: str) -> Whole:
+        """The stored dtype of one matrix."""
+        kind = self.head if name == HEAD else self.kind
+        return "int8" if kind == DYNAMIC else kind  # type: ignore[return-value]
 
 
 def default_block(calibrated: bool) -> int:
@@ -68,10 +80,13 @@ def default_block(calibrated: bool) -> int:
     return 128 if calibrated else 32
 
 
-def block_for(width: int, largest: int) -> int:
+def block_for(width: int, largest: int | None) -> int:
     """Inputs of a matrix that share a scale: of 32, 64 and 128 up to ``largest`` the one that pads ``width`` least, then the
-    largest one. A block that does not divide a width is read differently by every runtime, so there are only whole ones.
+    largest one; all of them where ``largest`` is None. A block that does not divide a width is read differently by every
+    runtime, so there are only whole ones.
     """
+    if largest is None:
+        return width
     return min((b for b in BLOCKS if b <= largest), key=lambda b: (padded(width, b), -b))
 
 

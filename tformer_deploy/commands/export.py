@@ -13,7 +13,7 @@ import click
 
 from tformer_deploy import api
 from tformer_deploy.bundle import open_bundle
-from tformer_deploy.bundle.quantization import BLOCKS, KINDS, Kind
+from tformer_deploy.bundle.quantization import BLOCKS, KINDS, WHOLE, Kind, Whole
 from tformer_deploy.config import DTYPES, DType
 
 
@@ -21,14 +21,19 @@ from tformer_deploy.config import DTYPES, DType
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The bundle's folder.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="fp32", show_default=True, help="dtype of weights and caches.")
-@click.option("--quantize", type=click.Choice(KINDS), default=None, help="Store matrices as whole numbers and scales.")
+@click.option(
+    "--quantize",
+    type=click.Choice(KINDS),
+    default=None,
+    help="Store matrices as whole numbers and scales; int8-dynamic, for CPUs, also rounds each row of activations to int8.",
+)
 @click.option(
     "--block",
     type=click.Choice([str(b) for b in BLOCKS]),
     default=None,
     help="Inputs that share a scale.  [default: 128 with --calibration, else 32]",
 )
-@click.option("--head", type=click.Choice(KINDS), default=None, help="Of the head alone.  [default: as --quantize]")
+@click.option("--head", type=click.Choice(WHOLE), default=None, help="Of the head alone.  [default: as --quantize]")
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path),
@@ -42,7 +47,7 @@ from tformer_deploy.config import DTYPES, DType
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
-    checkpoint: Path, output: Path, dtype: DType, quantize: Kind | None, block: str | None, head: Kind | None,
+    checkpoint: Path, output: Path, dtype: DType, quantize: Kind | None, block: str | None, head: Whole | None,
     calibration: Path | None, max_length: int | None, check: bool, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Make a bundle from CHECKPOINT: a Hugging Face folder, one of our own, or a GGUF file."""

@@ -14,13 +14,14 @@ from rich.table import Table
 from tformer_deploy.backends.cpu.plan import plan_for
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.engines import list_engines
-from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, unfusable
+from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, no_engine, unfusable
 from tformer_deploy.bundle.signature import PHASES, TensorSignature, cache_bytes_per_token, graph_inputs, graph_outputs
 from tformer_deploy.bundle.tensor_table import expected_tensors
 from tformer_deploy.config import DTYPES
 
 if TYPE_CHECKING:
     from tformer_deploy.bundle import Bundle
+    from tformer_deploy.config import DType
 
 
 @click.command("inspect", short_help="Show what a bundle holds.")
@@ -73,12 +74,18 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         },
         "files": {name: dataclasses.asdict(record) for name, record in sorted(manifest.files.items())},
         "cpu": {"profile": "cpu" if cpu.applies else "portable", "reasons": list(cpu.reasons)},
-        "tensorrt": {
-            dtype: [fault for fault, _ in unfusable(manifest.config, dtype, min(manifest.max_length, DEFAULT_CAPACITY))]
-            for dtype in DTYPES
-        },
+        "tensorrt": {dtype: _engine_faults(bundle, dtype) for dtype in DTYPES},
         "engines": [dataclasses.asdict(engine) for engine in list_engines(bundle)],
     }
+
+
+def _engine_faults(bundle: Bundle, dtype: DType) -> list[str]:
+    """Why TensorRT makes no engine of a bundle in a dtype."""
+    manifest = bundle.manifest
+    stored = no_engine(manifest.quantization)
+    if stored is not None:
+        return [stored[0]]
+    return [fault for fault, _ in unfusable(manifest.config, dtype, min(manifest.max_length, DEFAULT_CAPACITY))]
 
 
 def _signature(signature: TensorSignature) -> dict[str, Any]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Row = tuple[int, ...]
 
-# The lines of int8. int4 has none of its own, for what it costs depends on the model: its KL may be no larger than that of
+# The lines of int8, in blocks or dynamic. int4 has none of its own, for what it costs depends on the model: its KL may be no larger than that of
 # the plainest way, rounding each value to nearest in blocks of 32, with rows rounded as in the runtime.
 MEAN_KL, SAME_TOP1, PERPLEXITY = 1e-3, 0.99, 1.002
 PLAIN_BLOCK = 32
@@ -94,7 +94,7 @@ def accuracy(candidate: Candidate, bundle: Bundle, checkpoint: Checkpoint, suite
                 plain.add(want, _logits(reference, row), row[1:])
     group = f"deployed against the unquantised model, {name}"
     checks = [judge(group, "tokens compared", sum(map(len, rows)), 2, ">=", f"{len(rows)} rows")]
-    if quantization.kind == "int8":
+    if quantization.kind != "int4":
         for graph, distance in (("prefill", prefill), ("decode", steps)):
             checks += _int8_checks(group, graph, distance, text is not None)
         return checks

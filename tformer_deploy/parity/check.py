@@ -212,7 +212,7 @@ def _run(
             deployed = trace(candidate)
             del candidate  # one runtime in memory at a time
             _give_memory_back()
-            plain = Candidate(OnnxRuntimeBackend(bundle, optimised=False), dtype, plan, oracle)
+            plain = Candidate(OnnxRuntimeBackend(bundle, optimised=False, dequantised=quantised), dtype, plan, oracle)
             values.checks += levels(plain, deployed)
     except (InputError, AssertionError, ValueError, IndexError) as e:
         # The runtime's own error in the product's words, or outputs of another shape; running out of memory is another one.

@@ -22,6 +22,7 @@ from tformer_deploy.parity.comparisons.slots import poisoned, reused
 from tformer_deploy.parity.comparisons.two_ways import two_turns
 from tformer_deploy.parity.gates import Check, judge
 from tformer_deploy.parity.metrics import KL, measure
+from tformer_deploy.parity.products import compare_products
 from tformer_deploy.parity.rounded_rows import rounded_rows
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ def deployed(
     """
     quantization = bundle.manifest.quantization
     assert quantization is not None
+    checks = []
+    if quantization.dynamic:
+        on_progress("int8 products")
+        checks += compare_products(bundle, plan)
     on_progress("rows rounded in PyTorch")
     line, own = _line(dequantised(), quantization, plan, oracle)
     gc.collect()
@@ -72,7 +77,7 @@ def deployed(
         f"{quantization.sentence} Deployed, rows are rounded to int8 too, which in PyTorch costs {own:.2g} of KL; two ways to "
         f"the same logits may be {line:.2g} apart.",
     )
-    checks = _ways(candidate, suite, line, on_progress)
+    checks += _ways(candidate, suite, line, on_progress)
     if checkpoint is not None:
         on_progress("deployed against the unquantised model")
         checks += accuracy(candidate, bundle, checkpoint, suite)

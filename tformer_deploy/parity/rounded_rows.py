@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-
 from tformer_deploy.bundle.quantization import HEAD, block_for, is_matrix
+from tformer_deploy.quantization.rows import round_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,16 +15,14 @@ if TYPE_CHECKING:
 
     from tformer_deploy.reference import Decoder
 
-_LARGEST = 127
-
 
 @contextlib.contextmanager
-def rounded_rows(decoder: Decoder, block: int) -> Iterator[None]:
+def rounded_rows(decoder: Decoder, block: int | None) -> Iterator[None]:
     """Within it, every row that a matrix of the untied ``decoder`` reads is rounded, one scale for each block of inputs.
 
     Args:
         decoder: The reference.
-        block: Inputs that share a scale, at most.
+        block: Inputs that share a scale, at most; None: all of them.
     """
     modules = [name.removesuffix(".weight") for name, _ in decoder.named_parameters() if is_matrix(name)]
     assert HEAD.removesuffix(".weight") in modules, "a tied head reads the embedding"
@@ -38,15 +34,10 @@ def rounded_rows(decoder: Decoder, block: int) -> Iterator[None]:
             handle.remove()
 
 
-def _hook(block: int) -> Callable[[object, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+def _hook(block: int | None) -> Callable[[object, tuple[Tensor, ...]], tuple[Tensor, ...]]:
     return lambda _module, arguments: (_rounded(arguments[0], block_for(arguments[0].shape[-1], block)), *arguments[1:])
 
 
 def _rounded(x: Tensor, block: int) -> Tensor:
-    width = x.shape[-1]
-    padded = F.pad(x, (0, -width % block))
-    blocks = padded.reshape(*padded.shape[:-1], -1, block)
-    largest = blocks.abs().amax(-1, keepdim=True)
-    step = largest / _LARGEST
-    values = torch.where(largest > 0, (blocks * (_LARGEST / largest)).round(), 0)
-    return (values * step).reshape(padded.shape)[..., :width]
+    values, scales = round_rows(x, block)
+    return (values * scales).flatten(-2)[..., : x.shape[-1]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from tformer_deploy.quantization.rounding import LEVELS, Quantized, find_scales, pad_inputs
 
 if TYPE_CHECKING:
-    from tformer_deploy.bundle.quantization import Kind
+    from tformer_deploy.bundle.quantization import Whole
 
 # Share of the mean square that is added to every input's own: what little the calibration says is not taken too far.
 _DAMPING = 0.01
@@ -23,13 +23,13 @@ _PANEL = 128
 _OUTPUTS = 8192
 
 
-def quantize_with(weight: Tensor, kind: Kind, block: int, moments: Tensor) -> Quantized:
+def quantize_with(weight: Tensor, kind: Whole, block: int, moments: Tensor) -> Quantized:
     """Rounds a matrix so that its product with inputs like those of the calibration stays close.
 
     Args:
         weight: [K, N] float32.
         kind: ``int8`` or ``int4``.
-        block: Inputs that share a scale, a power of two.
+        block: Inputs that share a scale: a power of two, for int8 any number.
         moments: Mean of x xᵀ over the calibration's inputs, [K, K] float64.
     """
     n_inputs = len(weight)

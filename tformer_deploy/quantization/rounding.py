@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tformer_deploy.bundle.quantization import Kind
+    from tformer_deploy.bundle.quantization import Whole
 
 # Whole numbers from -2^(bits-1) to 2^(bits-1) - 1; 0 is 0, and a scale is above 0: what every runtime takes.
-LEVELS: dict[Kind, tuple[int, int]] = {"int8": (-128, 127), "int4": (-8, 7)}
+LEVELS: dict[Whole, tuple[int, int]] = {"int8": (-128, 127), "int4": (-8, 7)}
 # Scales that are tried for a block, as shares of the one that just holds its largest value. Clipping one value may cost less
 # than a coarse grid for all others; 7/8 puts a negative extreme on -8. With 255 levels clipping never pays.
-_SHARES: dict[Kind, tuple[float, ...]] = {
+_SHARES: dict[Whole, tuple[float, ...]] = {
     "int8": (1.0,),
     "int4": (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85, 0.825, 0.8, 0.775, 0.75, 0.725, 0.7, 0.675, 0.65, 0.625, 0.6, 0.55, 0.5),
 }
@@ -58,13 +58,13 @@ def pad_inputs(weight: Tensor, block: int) -> Tensor:
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
-def quantize(weight: Tensor, kind: Kind, block: int, importance: Tensor | None = None, search: bool = True) -> Quantized:
+def quantize(weight: Tensor, kind: Whole, block: int, importance: Tensor | None = None, search: bool = True) -> Quantized:
     """Rounds to nearest under the scales of :func:`find_scales`.
 
     Args:
         weight: [K, N] float32.
         kind: ``int8`` or ``int4``.
-        block: Inputs that share a scale, a power of two.
+        block: Inputs that share a scale: a power of two, for int8 any number.
         importance: As :func:`find_scales`.
         search: False takes the scale that just holds a block's largest value.
     """
@@ -79,13 +79,13 @@ def quantize(weight: Tensor, kind: Kind, block: int, importance: Tensor | None =
     return Quantized(values, scales)
 
 
-def find_scales(weight: Tensor, kind: Kind, block: int, importance: Tensor | None = None, search: bool = True) -> Tensor:
+def find_scales(weight: Tensor, kind: Whole, block: int, importance: Tensor | None = None, search: bool = True) -> Tensor:
     """The scale of each block with the least error, [K / block, N] float32.
 
     Args:
         weight: [K, N] float32, K in whole blocks.
         kind: ``int8`` or ``int4``.
-        block: Inputs that share a scale, a power of two.
+        block: Inputs that share a scale: a power of two, for int8 any number.
         importance: How much an error at each input counts, [K] (the mean square of what arrives there); all alike where None.
         search: False takes the scale that just holds a block's largest value.
     """
@@ -100,7 +100,7 @@ def find_scales(weight: Tensor, kind: Kind, block: int, importance: Tensor | Non
     return scales
 
 
-def _best_scales(blocks: Tensor, kind: Kind, counts: Tensor | None, shares: tuple[float, ...]) -> Tensor:
+def _best_scales(blocks: Tensor, kind: Whole, counts: Tensor | None, shares: tuple[float, ...]) -> Tensor:
     low, high = LEVELS[kind]
     largest = blocks.abs().amax(1)
     whole = torch.where(largest > 0, (largest / high).clamp_min(_SMALLEST), 1.0)

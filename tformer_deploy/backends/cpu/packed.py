@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tformer_deploy.backends.graph import INT8_ROWS, PROVIDER, import_runtime
+from tformer_deploy.backends.graph import PROVIDER, WEIGHTS_FOLDER, import_runtime, product_entries
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,13 +31,15 @@ def save_packed(proto: Any, weights_folder: Path, path: Path, threads: int | Non
     if threads is not None:
         options.intra_op_num_threads = threads
     options.optimized_model_filepath = str(path)
-    for key, value in {
-        "session.model_external_initializers_file_folder_path": str(weights_folder),
-        "session.optimized_model_external_initializers_file_name": f"{path.stem}.bin",
-        "session.optimized_model_external_initializers_min_size_in_bytes": str(_SHARED_FROM),
-        "session.save_external_prepacked_constant_initializers": "1",
-        "session.qdq_matmulnbits_accuracy_level": INT8_ROWS,
-    }.items():
+    for key, value in (
+        {
+            WEIGHTS_FOLDER: str(weights_folder),
+            "session.optimized_model_external_initializers_file_name": f"{path.stem}.bin",
+            "session.optimized_model_external_initializers_min_size_in_bytes": str(_SHARED_FROM),
+            "session.save_external_prepacked_constant_initializers": "1",
+        }
+        | product_entries()
+    ).items():
         options.add_session_config_entry(key, value)
     runtime.InferenceSession(proto.SerializeToString(), options, providers=[PROVIDER])
 
