@@ -55,7 +55,11 @@ _COLUMNS = {
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured rounds after a warm-up.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True)
 @click.option(
-    "--profile", type=click.Choice(get_args(ProfileName)), default="auto", show_default=True, help="Which graphs ONNX Runtime runs."
+    "--profile",
+    type=click.Choice(get_args(ProfileName)),
+    default="auto",
+    show_default=True,
+    help="Which graphs ONNX Runtime runs.",
 )
 @click.option("--threads", type=click.IntRange(1, 1024), default=None, help="Threads of the runtime; its default where absent.")
 @click.option("--plot", type=click.Path(path_type=Path), default=None, metavar="FILE.png", help="Draw the sweep.")
