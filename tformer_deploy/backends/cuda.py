@@ -221,7 +221,7 @@ class Device:
         address, (free, total) = c_ulonglong(), self.memory()
         if size > free:
             raise ResourceError(
-                f"The GPU {self.gpu.name} has {free / 2**20:,.0f} of {total / 2**20:,.0f} MiB free; {what} needs {size / 2**20:,.0f} MiB.",
+                f"The GPU {self.gpu.name} has {free / 2**20:,.1f} of {total / 2**20:,.0f} MiB free; {what} needs {size / 2**20:,.1f} MiB.",
                 "Lower --max-batch, use an engine of a smaller capacity, or free the GPU.",
             )
         self._driver.call("cuMemAlloc_v2", byref(address), size, what=f"{size} bytes for {what}")

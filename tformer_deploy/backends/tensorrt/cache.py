@@ -69,7 +69,8 @@ class CachePool:
             ResourceError: The GPU has no room for it.
         """
         rows = self.rows_for(batch)
-        found = next((b for b in self._free if b.rows == rows), None)
+        # The last one given back: a batch that follows another of its size then lies where that one lay.
+        found = next((b for b in reversed(self._free) if b.rows == rows), None)
         if found is None:
             found = self._allocate(rows)
         else:

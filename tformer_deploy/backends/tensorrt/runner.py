@@ -184,4 +184,4 @@ class Runner:
 def _view(address: int, shape: tuple[int, ...], dtype: type[Any]) -> NDArray[Any]:
     """Memory at an address as an array."""
     block = (ctypes.c_ubyte * (math.prod(shape) * np.dtype(dtype).itemsize)).from_address(address)
-    return np.frombuffer(block, dtype).reshape(shape)
+    return np.ndarray(shape, dtype, memoryview(block).cast("B"))
