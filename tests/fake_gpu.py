@@ -1,3 +1,4 @@
+# ruff: noqa: N802 - the driver's own names
 """A GPU, its driver library and TensorRT, made of host memory and ONNX Runtime: every native call is checked, logged and *computes*.
 
 Device memory is host memory at real addresses; what is queued on a stream runs at ``cuStreamSynchronize`` and not before, so
@@ -370,7 +371,9 @@ class FakeEngine:
         return TensorLocation.DEVICE
 
     def get_tensor_dtype(self, name):
-        return {"fp32": DataType.FLOAT, "fp16": DataType.HALF, "bf16": DataType.BF16, "int64": DataType.INT64}[self._tensor(name).dtype]
+        return {"fp32": DataType.FLOAT, "fp16": DataType.HALF, "bf16": DataType.BF16, "int64": DataType.INT64}[
+            self._tensor(name).dtype
+        ]
 
     def get_tensor_shape(self, name):
         return tuple(self._d["capacity"] if d == "capacity" else -1 if isinstance(d, str) else d for d in self._tensor(name).dims)
@@ -491,6 +494,3 @@ def write_engine(
     (folder / PLAN).write_bytes(data)
     (folder / SIDECAR).write_bytes(dump_record(record))
     return folder
-
-
-

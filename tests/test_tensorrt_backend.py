@@ -255,7 +255,9 @@ def test_step_when_it_cannot_be_captured_then_runs_plainly_and_a_note_says_so(bu
     assert "/x/y.cpp" not in notes[0]
 
 
-@pytest.mark.parametrize(("place", "words"), [("shape", "setting the shape"), ("execute", "the enqueue failed"), ("context", "not enough memory")])
+@pytest.mark.parametrize(
+    ("place", "words"), [("shape", "setting the shape"), ("execute", "the enqueue failed"), ("context", "not enough memory")]
+)
 def test_runtime_when_a_call_fails_then_its_own_words_are_given(bundle: Bundle, machine: FakeMachine, place: str, words: str):
     session = opened(bundle, machine)
     machine.settings.fails_at = place
@@ -270,7 +272,9 @@ def test_cuda_when_a_call_fails_then_the_call_and_the_error_are_named(bundle: Bu
     session = opened(bundle, machine)
     session.prefill(ROWS)
     machine.library.fail["cuStreamSynchronize"] = 700
-    with pytest.raises(CapabilityError, match=r"cuStreamSynchronize \(running the engine\) failed: CUDA_ERROR_ILLEGAL_ADDRESS, an illegal"):
+    with pytest.raises(
+        CapabilityError, match=r"cuStreamSynchronize \(running the engine\) failed: CUDA_ERROR_ILLEGAL_ADDRESS, an illegal"
+    ):
         session.decode([1, 2, 3, 4])
     del machine.library.fail["cuStreamSynchronize"]
 
@@ -293,7 +297,9 @@ def test_memory_when_it_does_not_fit_then_is_refused_with_the_numbers_before_it_
 def test_memory_when_the_driver_has_less_than_it_said_then_its_own_error_is_named(bundle: Bundle, machine: FakeMachine):
     backend = opened(bundle, machine).backend
     machine.library.fail["cuMemAlloc_v2"] = 2
-    with pytest.raises(ResourceError, match=r"cuMemAlloc_v2 \(\d+ bytes for caches of 4 rows.*CUDA_ERROR_OUT_OF_MEMORY") as caught:
+    with pytest.raises(
+        ResourceError, match=r"cuMemAlloc_v2 \(\d+ bytes for caches of 4 rows.*CUDA_ERROR_OUT_OF_MEMORY"
+    ) as caught:
         backend.allocate(4, 8)
     assert caught.value.exit_code == 6
 

@@ -56,7 +56,12 @@ def test_pieces_when_joined_then_are_the_whole_without_padding(profiles: list[Pr
 
 def test_pieces_when_no_profile_begins_low_enough_then_single_tokens_end_it():
     gap = [profile("decode", 1, 1), profile("prefill", 10, 20)]
-    assert [(p.profile.name, p.stop) for p in pieces(gap, 23, True)] == [("prefill", 20), ("decode", 21), ("decode", 22), ("decode", 23)]
+    assert [(p.profile.name, p.stop) for p in pieces(gap, 23, True)] == [
+        ("prefill", 20),
+        ("decode", 21),
+        ("decode", 22),
+        ("decode", 23),
+    ]
 
 
 def test_profiles_when_none_takes_a_single_token_after_others_then_are_refused():
@@ -66,7 +71,8 @@ def test_profiles_when_none_takes_a_single_token_after_others_then_are_refused()
 
 
 @pytest.mark.parametrize(
-    ("rows", "most", "expected"), [(1, 8, [(0, 1)]), (8, 8, [(0, 8)]), (9, 8, [(0, 4), (4, 9)]), (17, 8, [(0, 5), (5, 11), (11, 17)])]
+    ("rows", "most", "expected"),
+    [(1, 8, [(0, 1)]), (8, 8, [(0, 8)]), (9, 8, [(0, 4), (4, 9)]), (17, 8, [(0, 5), (5, 11), (11, 17)])],
 )
 def test_rows_when_more_than_a_call_takes_then_are_split_evenly(rows: int, most: int, expected: list[tuple[int, int]]):
     assert row_groups(rows, most) == expected
