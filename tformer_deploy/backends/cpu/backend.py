@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Longer prompts go in pieces, a row at a time: what a layer computes for them would otherwise take more memory than the caches.
 CHUNK = 512
-# So many new tokens of several rows still go together, in the graph that serves single ones.
+# So many new tokens of several rows still go together.
 FEW = 16
 
 
@@ -73,9 +73,11 @@ class CpuBackend:
     ) -> NDArray[np.float32]:
         """See :class:`Backend`."""
         assert isinstance(cache, OnnxRuntimeCache)
-        few = self._plan.folded and len(input_ids) > 1 and input_ids.shape[1] <= FEW
-        if input_ids.shape[1] == 1 or few:
+        rows, width = input_ids.shape
+        if width == 1:
             return self._run("decode", input_ids, past_lengths, logit_positions, cache)
+        if self._plan.folded and rows > 1 and width <= FEW:
+            return self._run("several", input_ids, past_lengths, logit_positions, cache)
         return np.concatenate(
             [
                 self._pieces(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tformer_deploy.backends.cpu.packed import free_space, room_needed, save_packed, share_weights
-from tformer_deploy.backends.cpu.rewrites import fold_grouped_heads, use_group_query_attention
+from tformer_deploy.backends.cpu.rewrites import fold_grouped_heads, fuse_norms, take_one_token, use_group_query_attention
 from tformer_deploy.backends.graph import import_runtime
 from tformer_deploy.bundle.manifest import FileRecord
 from tformer_deploy.bundle.verify import cache_folder, hash_file, read_plain_file, verify_file
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RECORD = "derived.json"
 _HINT = "Look at the bundle with `tformer-deploy check`, or give --profile portable."
-_REVISION = 1  # counts changes of what is derived
+_REVISION = 2  # counts changes of what is derived
 _LIMIT = 1 << 20
 
 
@@ -85,12 +85,15 @@ def derive(bundle: Bundle, plan: CpuPlan, threads: int | None = None) -> Derived
                     use_group_query_attention(proto, config)
                 else:
                     fold_grouped_heads(proto, config)
+                    if name == "decode":
+                        take_one_token(proto, config)
+                fuse_norms(proto)
                 save_packed(proto, bundle.path, made / f"{name}.onnx", threads)
             except Exception as e:  # onnx and the runtime raise many kinds; the graph was edited, or is none of ours
                 reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
                 raise InputError(f"No graph for this CPU can be derived from {bundle.decode_path}: {reason}", _HINT) from e
-        if plan.folded:
-            share_weights(made / "step.onnx", made / "decode.onnx")
+        for name in plan.graphs[1:]:
+            share_weights(made / "step.onnx", made / f"{name}.onnx")
         files = {path.name: hash_file(path) for path in sorted(made.iterdir())}
         record = {"core_sha256": bundle.core_sha256, "onnxruntime": import_runtime().__version__, "cpu": _cpu()}
         record |= {"reasons": list(plan.reasons)}

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from tformer_deploy.config import DType, ModelConfig
 
-# What a graph is asked for: prompts from position 0 (any batch), one new token a row, several new tokens.
-Role = Literal["prefill", "decode", "chunk"]
-Graph = Literal["step", "decode"]
+# What a graph is asked for: prompts from position 0 (any batch), one new token a row, several of one row, a few of several rows.
+Role = Literal["prefill", "decode", "chunk", "several"]
+Graph = Literal["step", "decode", "several"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class CpuPlan:
 
     Attributes:
         step: Rewritten to GroupQueryAttention: prompts, one new token a row, or several new tokens of one row.
-        folded: The decode graph with grouped heads folded into one, for one new token a row.
+        folded: Grouped heads are folded into one, in a graph for one new token a row and another for several.
         reasons: A sentence for each rewrite: why it does or does not apply.
     """
 
@@ -35,11 +35,13 @@ class CpuPlan:
     @property
     def graphs(self) -> tuple[Graph, ...]:
         """The files to derive."""
-        return ("step", "decode") if self.folded else ("step",)
+        return ("step", "decode", "several") if self.folded else ("step",)
 
     def graph_for(self, role: Role) -> Graph:
         """Which of them serves a role."""
-        return "decode" if role == "decode" and self.folded else "step"
+        if self.folded and (role == "decode" or role == "several"):
+            return role
+        return "step"
 
 
 def plan_for(config: ModelConfig, dtype: DType) -> CpuPlan:

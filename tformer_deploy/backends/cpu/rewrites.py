@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _INT32 = 6  # onnx.TensorProto
 _PREFIX = "cpu."  # no exported value is named so
+_CONTRIB = "com.microsoft"
 
 
 class _Graph:
@@ -108,35 +109,161 @@ def use_group_query_attention(proto: Any, config: ModelConfig) -> None:
     lengths = graph.add("Cast", [last], f"{_PREFIX}lengths", to=_INT32)
     longest = graph.add("ReduceMax", [total], f"{_PREFIX}longest", keepdims=0)
     longest = graph.add("Cast", [longest], f"{_PREFIX}longest32", to=_INT32)
-    flat = graph.constant("flat", (0, 0, -1))
     split = graph.constant("split", (0, 0, config.n_heads, config.head_dim))
     written = {node.output[0]: node.input[1] for node in proto.graph.node if node.op_type == "TensorScatter"}
     past, present = cache_names(config.n_layers, "past_key_values"), cache_names(config.n_layers, "present")
-    layer = 0
+    rows = _Rows(graph, proto.graph)
+    layer, made = 0, set()
     for node in proto.graph.node:
-        if node.op_type == "TensorScatter":
+        if node.op_type == "TensorScatter" or node.output[0] in made:
             continue
         if node.op_type != "Attention":
             graph.nodes.append(node)
             continue
         place, result = f"{_PREFIX}{layer}", node.output[0]
         key, value = present[2 * layer : 2 * layer + 2]
-        rows = []
-        for name, source in (("query", node.input[0]), ("key", written[key]), ("value", written[value])):
-            turned = graph.add("Transpose", [source], f"{place}.{name}.turned", perm=[0, 2, 1, 3])
-            rows.append(graph.add("Reshape", [turned, flat], f"{place}.{name}"))
+        inputs = [
+            rows.of(node.input[0], config.n_heads),
+            rows.of(written[key], config.n_kv_heads),
+            rows.of(written[value], config.n_kv_heads),
+        ]
         given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         attributes = {name: given[name] for name in ("scale", "softcap") if name in given}
         if layer in config.window_layers:
             attributes["local_window_size"] = config.window
+        merged = rows.merged(result)
         fused = onnx.helper.make_node(
-            "GroupQueryAttention", [*rows, *past[2 * layer : 2 * layer + 2], lengths, longest],
-            [f"{place}.fused", key, value], domain="com.microsoft", num_heads=config.n_heads, kv_num_heads=config.n_kv_heads,
-            **attributes,
+            "GroupQueryAttention", [*inputs, *past[2 * layer : 2 * layer + 2], lengths, longest],
+            [merged or f"{place}.fused", key, value], domain=_CONTRIB, num_heads=config.n_heads,
+            kv_num_heads=config.n_kv_heads, **attributes,
         )  # fmt: skip
         graph.nodes.append(fused)
-        apart = graph.add("Reshape", [f"{place}.fused", split], f"{place}.apart")
-        graph.add("Transpose", [apart], result, perm=[0, 2, 1, 3])
+        made.add(merged)
+        if merged is None:
+            apart = graph.add("Reshape", [f"{place}.fused", split], f"{place}.apart")
+            graph.add("Transpose", [apart], result, perm=[0, 2, 1, 3])
         layer += 1
     graph.finish()
-    proto.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    _allow_contrib(proto)
+
+
+class _Rows:
+    """Values [B, heads, S, D] as rows [B, S, heads * D], which is how most of them began: what split them is left out.
+
+    Args:
+        graph: Where nodes are added.
+        original: The graph as it was (onnx.GraphProto).
+    """
+
+    def __init__(self, graph: _Graph, original: Any) -> None:
+        self._graph = graph
+        self._makers = {output: node for node in original.node for output in node.output}
+        self._readers: dict[str, list[Any]] = {}
+        for node in original.node:
+            for name in node.input:
+                self._readers.setdefault(name, []).append(node)
+        self._found: dict[str, str] = {}
+        self._flat = graph.constant("flat", (0, 0, -1))
+
+    def of(self, value: str, heads: int) -> str:
+        """The rows of a value."""
+        if value not in self._found:
+            self._found[value] = self._make(value, heads)
+        return self._found[value]
+
+    def merged(self, value: str) -> str | None:
+        """The name of ``value`` [B, heads, S, D] as rows, where the graph makes nothing else of it."""
+        for kind in ("Transpose", "Reshape"):
+            readers = self._readers.get(value, [])
+            if len(readers) != 1 or readers[0].op_type != kind or (kind == "Transpose" and not _swaps_heads(readers[0])):
+                return None
+            value = str(readers[0].output[0])
+        return value
+
+    def _make(self, value: str, heads: int) -> str:
+        import onnx
+
+        maker, name = self._makers.get(value), f"{_PREFIX}{value}.rows"
+        if maker is not None and maker.op_type == "RotaryEmbedding":
+            given = {a.name: onnx.helper.get_attribute_value(a) for a in maker.attribute} | {"num_heads": heads}
+            rows = self.of(str(maker.input[0]), heads)
+            return self._graph.add("RotaryEmbedding", [rows, *maker.input[1:]], name, **given)
+        if maker is not None and maker.op_type == "Transpose" and _swaps_heads(maker):
+            split = self._makers.get(str(maker.input[0]))
+            if split is not None and split.op_type == "Reshape":
+                return str(split.input[0])
+            return self._graph.add("Reshape", [maker.input[0], self._flat], name)
+        turned = self._graph.add("Transpose", [value], f"{name}.turned", perm=[0, 2, 1, 3])
+        return self._graph.add("Reshape", [turned, self._flat], name)
+
+
+def take_one_token(proto: Any, config: ModelConfig) -> None:
+    """Specialises a graph for one new token a row: with S = 1, [B, S, heads, D] lies in memory as [B, heads, S, D] does, so that what
+    turns one into the other becomes a Reshape, and neighbouring ones become one.
+
+    Args:
+        proto: The decode graph (onnx.ModelProto), folded or not; changed.
+        config: The model.
+    """
+    graph = _Graph(proto)
+    apart = graph.constant("one.heads", (0, -1, 1, config.head_dim))
+    together = graph.constant("one.rows", (0, 1, -1, config.head_dim))
+    attended = {node.output[0] for node in proto.graph.node if node.op_type == "Attention"}
+    makers: dict[str, Any] = {}
+    for node in proto.graph.node:
+        if node.op_type == "Transpose" and _swaps_heads(node):
+            made = makers.get(node.input[0])
+            after = node.input[0] in attended or (made is not None and made.op_type == "Reshape" and made.input[0] in attended)
+            graph.add("Reshape", [node.input[0], together if after else apart], node.output[0])
+        else:
+            graph.nodes.append(node)
+        if graph.nodes[-1].op_type == "Reshape":
+            before = makers.get(graph.nodes[-1].input[0])
+            # Only the leading 0 of our own shapes refers to what comes in: the batch, which every form of a value has.
+            if before is not None and before.op_type == "Reshape":
+                graph.nodes[-1].input[0] = before.input[0]
+        makers |= dict.fromkeys(node.output, graph.nodes[-1])
+    graph.finish()
+
+
+def fuse_norms(proto: Any) -> None:
+    """A sum and the RMS norm that reads it become one SkipSimplifiedLayerNormalization, which gives both.
+
+    Args:
+        proto: onnx.ModelProto; changed.
+    """
+    import onnx
+
+    graph = _Graph(proto)
+    norms: dict[str, Any] = {}
+    for node in proto.graph.node:
+        if node.op_type == "RMSNormalization":
+            norms.setdefault(node.input[0], node)
+    weights = {tensor.name for tensor in proto.graph.initializer}
+    fused = set()
+    for node in proto.graph.node:
+        norm = norms.get(node.output[0]) if node.op_type == "Add" else None
+        if norm is not None and not weights & set(node.input):
+            epsilon = next(a.f for a in norm.attribute if a.name == "epsilon")
+            graph.nodes.append(
+                onnx.helper.make_node(
+                    "SkipSimplifiedLayerNormalization", [*node.input, norm.input[1]], [norm.output[0], "", "", node.output[0]],
+                    domain=_CONTRIB, epsilon=epsilon,
+                )
+            )  # fmt: skip
+            fused.add(norm.output[0])
+        elif node.output[0] not in fused:
+            graph.nodes.append(node)
+    graph.finish()
+    _allow_contrib(proto)
+
+
+def _swaps_heads(transpose: Any) -> bool:
+    return list(transpose.attribute[0].ints) == [0, 2, 1, 3]
+
+
+def _allow_contrib(proto: Any) -> None:
+    import onnx
+
+    if all(opset.domain != _CONTRIB for opset in proto.opset_import):
+        proto.opset_import.append(onnx.helper.make_opsetid(_CONTRIB, 1))

@@ -86,7 +86,8 @@ def read_gguf_tokens(file: GgufFile, vocab_size: int) -> Tokens:
     Raises:
         InputError: The tokenizer is damaged or of a kind that is not supported.
     """
-    if "tokenizer.ggml.model" not in file.metadata:
+    # "no_vocab" is what llama.cpp's converter writes for a model without one.
+    if file.metadata.get("tokenizer.ggml.model", "no_vocab") == "no_vocab":
         return Tokens(warnings=("The file has no tokenizer; only token ids can be run.",))
     kind, place = file.metadata["tokenizer.ggml.model"], escaped(file.path.name)
     if not isinstance(kind, str) or kind not in _KINDS:
