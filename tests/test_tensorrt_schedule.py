@@ -54,6 +54,13 @@ def test_pieces_when_joined_then_are_the_whole_without_padding(profiles: list[Pr
     assert all(p.profile.takes_past or (fresh and p.start == 0) for p in found)
 
 
+def test_pieces_when_rows_are_fresh_then_a_plan_of_the_prefill_graph_goes_before_one_that_looks_at_the_cache():
+    both = [*SPLIT, profile("extend-64", 2, 64, plan=1)]
+    assert [p.profile.name for p in pieces(both, 30, fresh=True)] == ["prefill-256"]
+    assert [p.profile.name for p in pieces(both, 30, fresh=False)] == ["extend-64"]
+    assert [p.profile.name for p in pieces(both, 300, fresh=True)] == ["prefill-256", "extend-64"]
+
+
 def test_pieces_when_no_profile_begins_low_enough_then_single_tokens_end_it():
     gap = [profile("decode", 1, 1), profile("prefill", 10, 20)]
     assert [(p.profile.name, p.stop) for p in pieces(gap, 23, True)] == [

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tformer_deploy.parity.oracle import Oracle
 
 _VERSIONED = ("tformer-deploy", "torch", "onnx", "numpy")
-_SOMETIMES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx")
+_RUNTIMES = {"onnxruntime": ("onnxruntime", "onnxruntime-gpu"), "tensorrt": ("tensorrt", "tensorrt-rtx")}
 
 
 @dataclass
@@ -135,7 +135,7 @@ def check_bundle(
         complete=checkpoint is not None,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
         seconds=time.monotonic() - started,
-        versions=_versions() | {"python": platform.python_version()},
+        versions=_versions(backend) | {"python": platform.python_version()},
         profile=values.profile,
         bisection=values.bisection,
     )
@@ -271,14 +271,12 @@ def _run_elsewhere(
         )
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in (*_VERSIONED, *_SOMETIMES):
-        try:
+def _versions(backend: str) -> dict[str, str]:
+    """Of the packages that took part; several distributions may bring a runtime."""
+    found = {name: version(name) for name in _VERSIONED}
+    for name in _RUNTIMES[backend]:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            if name in _VERSIONED:
-                raise
     return found
 
 

@@ -51,7 +51,7 @@ class Piece:
 def pieces(profiles: Sequence[ProfileShape], tokens: int, fresh: bool) -> list[Piece]:
     """Cuts ``tokens`` new tokens a row into calls; none is padded, for padding is written too and may not fit the cache.
 
-    A piece goes to the smallest profile that takes it whole, else to the largest that it fills, at last token by token.
+    A piece goes to the smallest profile that takes it whole, for fresh rows one of the prefill graph, else to the largest that it fills, at last token by token.
 
     Args:
         profiles: Of the engine; one takes a single token after others.
@@ -65,7 +65,8 @@ def pieces(profiles: Sequence[ProfileShape], tokens: int, fresh: bool) -> list[P
         usable = [p for p in profiles if p.takes_past or (fresh and done == 0)]
         whole = [p for p in usable if p.tokens[0] <= left <= p.tokens[1]]
         if whole:
-            chosen, width = min(whole, key=lambda p: p.tokens[1]), left
+            # A plan of the prefill graph computes a square; others look at the whole cache.
+            chosen, width = min(whole, key=lambda p: (p.takes_past, p.tokens[1])), left
         else:
             chosen = max((p for p in usable if p.tokens[1] <= left), key=lambda p: p.tokens[1])
             width = chosen.tokens[1]
