@@ -28,8 +28,8 @@ import pytest
 from tformer_deploy.backends import cuda
 from tformer_deploy.backends.tensorrt import package
 from tformer_deploy.bundle import Bundle
-from tformer_deploy.bundle.engines import ENGINES, PLAN, SIDECAR, EngineProfile, EngineRecord, dump_record
-from tformer_deploy.bundle.manifest import FileRecord
+from tformer_deploy.bundle.engine_record import WAYS
+from tformer_deploy.bundle.engines import ENGINES, SIDECAR, EnginePlan, EngineProfile, EngineRecord, dump_record
 from tformer_deploy.bundle.signature import graph_inputs, graph_outputs
 
 ERRORS = {
@@ -259,7 +259,6 @@ class FakeSettings:
     validity: tuple[EngineValidity, int] = (EngineValidity.VALID, 0)
     deserialises: bool = True
     alias_of: Any = None
-    positions: int = 1
     cannot_capture: bool = False
     fails_at: str = ""
     seen: list[bytes] = dataclasses.field(default_factory=list)
@@ -383,7 +382,7 @@ class FakeEngine:
         found = []
         for i in range(3):
             dims = {"batch": profile["batch"][i], "sequence": profile["sequence"][i], "capacity": self._d["capacity"]}
-            dims["num_logits"] = 1 if i == 0 else self._settings.positions
+            dims["num_logits"] = profile["logits"][i]
             found.append(tuple(dims.get(d, d) for d in self._inputs[name].dims))
         return found
 
@@ -464,33 +463,46 @@ class FakeMachine:
 def write_engine(
     bundle: Bundle, *, flavour: str = "rtx", version: str = "1.7.1.116", target: str = "portable",
     capabilities: tuple[str, ...] = ("8.0", "8.9"), capacity: int = 256, max_batch: int = 8, buckets: tuple[int, ...] = (64, 256),
-    phase: str = "decode",
+    layout: str = "shared", positions: int = 1,
 ) -> Path:  # fmt: skip
-    """An engine whose plan the fake runtime runs."""
+    """An engine whose plans the fake runtime runs. ``split`` has the buckets in a plan of the prefill graph, ``decode`` none."""
     config, layers = bundle.manifest.config, bundle.manifest.config.n_layers
-    rows, low = (1, max_batch, max_batch), 2
-    profiles = [EngineProfile("decode", "decode", rows, (1, 1, 1), {"_gemv_mha_v1": layers}, {"_gemv_mha_v1": layers})]
+    rows, low, prefill = (1, max_batch, max_batch), 2, []
+    kernels = {"_gemv_mha_v1": layers}
+    decode = [EngineProfile("decode", "decode", rows, (1, 1, 1), (1, 1, 1), kernels, kernels)]
     for edge in buckets:
         kernels = {"_gemm_mha_v2": layers}
-        profiles.append(EngineProfile(f"prefill-{edge}", "prefill", rows, (low, edge, edge), kernels, kernels))
+        logits = (1, 1, min(positions, edge))
+        prefill.append(EngineProfile(f"prefill-{edge}", "prefill", rows, (low, edge, edge), logits, kernels, kernels))
         low = edge + 1
-    description = {
-        "graph": str((bundle.path / f"{phase}.onnx").resolve()),
-        "phase": phase,
-        "dtype": bundle.manifest.dtype,
-        "capacity": capacity,
-        "config": {k: getattr(config, k) for k in ("n_layers", "n_kv_heads", "head_dim", "vocab_size")},
-        "profiles": [{"batch": p.batch, "sequence": p.sequence} for p in profiles],
-    }
-    data = MAGIC + json.dumps(description).encode()
+    parts = {
+        "shared": [("shared", "decode", [*decode, *prefill])],
+        "split": [("decode", "decode", decode), ("prefill", "prefill", prefill)],
+        "decode": [("decode", "decode", decode)],
+    }[layout]
+    plans, contents = [], {}
+    for name, graph, profiles in parts:
+        description = {
+            "graph": str((bundle.path / f"{graph}.onnx").resolve()),
+            "phase": graph,
+            "dtype": bundle.manifest.dtype,
+            "capacity": capacity,
+            "config": {k: getattr(config, k) for k in ("n_layers", "n_kv_heads", "head_dim", "vocab_size")},
+            "profiles": [{"batch": p.batch, "sequence": p.sequence, "logits": p.logits} for p in profiles],
+        }
+        data = MAGIC + json.dumps(description).encode()
+        contents[f"{name}.engine"] = data
+        plans.append(
+            EnginePlan(name, f"{name}.engine", hashlib.sha256(data).hexdigest(), len(data), graph, "a" * 64, tuple(profiles))
+        )
     record = EngineRecord(
         core_sha256=bundle.core_sha256, flavour=flavour, version=version, target=target, compute_capabilities=capabilities,
-        layout="shared", dtype=bundle.manifest.dtype, capacity=capacity, max_batch=max_batch, attentions=layers,
-        cache_updates=2 * layers, graph_sha256="a" * 64, profiles=tuple(profiles),
-        plan=FileRecord(hashlib.sha256(data).hexdigest(), len(data)), graph=None,
+        layout=layout, dtype=bundle.manifest.dtype, capacity=capacity, max_batch=max_batch, attentions=layers,
+        cache_updates=2 * layers, weights_bytes=1, cache_row_bytes=1, ways=WAYS[flavour][0], plans=tuple(plans), graph=None,
     )  # fmt: skip
     folder = bundle.path / ENGINES / record.name
     folder.mkdir(parents=True)
-    (folder / PLAN).write_bytes(data)
+    for file, data in contents.items():
+        (folder / file).write_bytes(data)
     (folder / SIDECAR).write_bytes(dump_record(record))
     return folder

@@ -17,7 +17,7 @@ import torch
 
 import tformer_deploy
 from tformer_deploy.bundle import open_bundle
-from tformer_deploy.bundle.engines import ENGINES, GRAPH, PLAN, SIDECAR, list_engines, read_engine, require_engine
+from tformer_deploy.bundle.engines import ENGINES, GRAPH, SIDECAR, list_engines, read_engine, require_engine
 from tformer_deploy.cli import run
 from tformer_deploy.config import ModelConfig, RopeConfig
 from tformer_deploy.errors import InputError, UsageError
@@ -26,6 +26,7 @@ from tformer_deploy.reference import Decoder
 trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
 
 from tformer_deploy.exporters.tensorrt import build, derive  # noqa: E402
+from tformer_deploy.exporters.tensorrt.preflight import Layout  # noqa: E402
 
 
 @pytest.fixture
@@ -49,8 +50,8 @@ def test_engine_when_built_then_is_proven_sealed_and_beside_an_untouched_core(fp
     )
     bundle = open_bundle(fp16, verify="full")
     assert {name: data for name, data in files(fp16).items() if not name.startswith(ENGINES)} == core
-    assert built.path == fp16 / ENGINES / f"rtx-{trt.__version__}-portable-fp16-c128" / PLAN
-    assert sorted(p.name for p in built.path.parent.iterdir()) == [SIDECAR, PLAN]
+    assert built.path == fp16 / ENGINES / f"rtx-{trt.__version__}-portable-fp16-c128"
+    assert sorted(p.name for p in built.path.iterdir()) == [SIDECAR, "shared.engine"]
     kernels = [(p.name, p.sequence, p.plan_kernels, p.log_kernels) for p in built.record.profiles]
     assert kernels == [
         ("decode", (1, 1, 1), {"_gemv_mha_v1": 3}, {"_gemv_mha_v1": 3}),
@@ -58,24 +59,25 @@ def test_engine_when_built_then_is_proven_sealed_and_beside_an_untouched_core(fp
         ("prefill-64", (17, 64, 64), {"_gemm_mha_v2": 3}, {"_gemm_mha_v2": 3}),
     ]
     assert built.record.core_sha256 == bundle.core_sha256
-    assert require_engine(bundle, "rtx", trt.__version__, "8.9") == (built.path.parent, built.record)
+    assert require_engine(bundle, "rtx", trt.__version__, "8.9") == (built.path, built.record)
     assert said == sorted(said)
     assert said[-1] == 1.0
     assert 50 < built.peak_mib < 4000
 
 
-def test_engine_when_built_twice_then_has_the_same_bytes(fp16: Path, tmp_path: Path):
+@pytest.mark.parametrize("layout", ["shared", "split"])
+def test_engine_when_built_twice_then_has_the_same_bytes(fp16: Path, tmp_path: Path, layout: Layout):
     code = "import sys; from tformer_deploy.exporters.tensorrt import worker; sys.exit(not worker.fix_addresses())"
     if subprocess.run([sys.executable, "-c", code], check=False).returncode:
         pytest.skip("this system does not let a process fix its addresses")
     other = shutil.copytree(fp16, tmp_path / "other")
-    first = build(fp16, capacity=128).path.parent
-    second = build(other, capacity=128).path.parent
+    first = build(fp16, capacity=128, layout=layout).path
+    second = build(other, capacity=128, layout=layout).path
     assert files(first) == files(second)
 
 
 def test_engine_when_it_exists_then_needs_force_and_stays_until_the_new_one_is_ready(fp16: Path):
-    folder = build(fp16, capacity=128).path.parent
+    folder = build(fp16, capacity=128).path
     before = files(folder)
     with pytest.raises(UsageError, match="exists"):
         build(fp16, capacity=128)
@@ -117,7 +119,7 @@ def test_unfinished_folder_when_a_dead_process_left_it_then_the_next_build_remov
     assert left.startswith(".")
     bundle = open_bundle(fp16)
     assert list_engines(bundle) == []
-    folder = build(fp16).path.parent
+    folder = build(fp16).path
     assert os.listdir(fp16 / ENGINES) == [folder.name]
 
 
@@ -125,7 +127,7 @@ def test_bundle_of_fp32_when_no_dtype_is_given_then_is_refused_and_nothing_is_wr
     fp32: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert run(["build-engine", str(fp32)]) == 3
-    assert "Give --dtype fp16." in capsys.readouterr().err
+    assert "Give --dtype fp16, or --layout decode" in capsys.readouterr().err
     assert not (fp32 / ENGINES).exists()
 
 
@@ -138,13 +140,13 @@ def test_bundle_of_fp32_when_fp16_is_asked_for_then_the_fp16_graph_is_kept_check
     built = build(fp32, dtype="fp16", capacity=128)
     graph = built.record.graph
     assert graph is not None
-    derived = open_bundle(built.path.parent / GRAPH, verify="full")
+    derived = open_bundle(built.path / GRAPH, verify="full")
     assert (derived.manifest.dtype, derived.core_sha256) == ("fp16", graph.core_sha256)
     assert derived.manifest.source == open_bundle(fp32).manifest.source
     assert graph.checks > 10
     value, gate = graph.figures["prefill, ragged batch: max abs"]
     assert 0 < value <= gate
-    assert read_engine(open_bundle(fp32), built.path.parent) == built.record
+    assert read_engine(open_bundle(fp32), built.path) == built.record
     assert derived.manifest.dtype == built.record.dtype == "fp16"
 
 
@@ -170,7 +172,7 @@ def test_command_when_asked_for_json_then_prints_one_object_and_progress_on_stde
     assert run(["build-engine", str(fp16), "--capacity", "64", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert found["path"].endswith(PLAN)
+    assert found["path"].endswith("-portable-fp16-c64")
     assert found["attentions"] == 3
     assert found["build_s"] > 0
     assert "100%" in err
@@ -199,7 +201,8 @@ def test_command_when_done_then_the_table_shows_each_profile_and_claims_no_execu
         (["--capacity", "4096"], 2),
         (["--prompt-bucket", "300"], 2),
         (["--max-batch", "0"], 2),
-        (["--layout", "split"], 2),
+        (["--layout", "both"], 2),
+        (["--layout", "decode", "--prompt-bucket", "16"], 2),
         (["--dtype", "int8"], 2),
     ],
 )
@@ -233,7 +236,7 @@ def test_smollm2_when_built_in_fp16_then_30_attentions_are_fused_in_each_profile
     built = build(smollm2, capacity=2048, prompt_buckets=(256, 1024))
     assert [sum(p.plan_kernels.values()) for p in built.record.profiles] == [30, 30, 30]
     assert [sum(p.log_kernels.values()) for p in built.record.profiles] == [30, 30, 30]
-    assert built.record.plan.size < 320 * 2**20
+    assert built.record.size < 320 * 2**20
     assert built.peak_mib < 2500
 
 
@@ -289,5 +292,5 @@ def test_llama_of_half_a_billion_parameters_when_built_then_is_proven_within_5_g
         ({"_gemv_mha_v1": 24}, {"_gemv_mha_v1": 24}),
         ({"_gemm_mha_v2": 24}, {"_gemm_mha_v2": 24}),
     ]
-    assert built.record.plan.size < 1.1e9  # both profiles share 0.99 GB of weights
+    assert built.record.size < 1.1e9  # both profiles share 0.99 GB of weights
     assert built.peak_mib < 5000

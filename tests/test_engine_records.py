@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import pytest
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.bundle.engines import (
     ENGINES,
-    PLAN,
+    GRAPH,
     SIDECAR,
     DerivedGraph,
+    EnginePlan,
     EngineProfile,
     EngineRecord,
     dump_record,
@@ -24,10 +26,23 @@ from tformer_deploy.bundle.engines import (
     read_engine,
     require_engine,
 )
-from tformer_deploy.bundle.manifest import FileRecord
+from tformer_deploy.bundle.manifest import MANIFEST
+from tformer_deploy.cli import run
 from tformer_deploy.errors import CapabilityError, InputError
 
-DATA = b"a plan" * 100
+DATA, DERIVED = b"a plan" * 100, b"a manifest"
+PLAN = "shared.engine"
+
+
+ONE, MANY = {"_gemv_mha_v1": 3}, {"_gemm_mha_v2": 3}
+DECODE = EngineProfile("decode", "decode", (1, 8, 8), (1, 1, 1), (1, 1, 1), ONE, ONE)
+PREFILL = EngineProfile("prefill-256", "prefill", (1, 8, 8), (2, 256, 256), (1, 1, 16), MANY, MANY)
+
+
+def plan_of(**changes: object) -> dict[str, object]:
+    """A plan as ``engine.json`` has it."""
+    plan = dataclasses.asdict(EnginePlan("shared", PLAN, "0" * 64, 5, "decode", "a" * 64, (DECODE,)))
+    return plan | changes
 
 
 def make_record(bundle: Bundle) -> EngineRecord:
@@ -43,13 +58,11 @@ def make_record(bundle: Bundle) -> EngineRecord:
         max_batch=8,
         attentions=3,
         cache_updates=6,
-        graph_sha256="a" * 64,
-        profiles=(
-            EngineProfile("decode", "decode", (1, 8, 8), (1, 1, 1), {"_gemv_mha_v1": 3}, {"_gemv_mha_v1": 3}),
-            EngineProfile("prefill-256", "prefill", (1, 8, 8), (2, 256, 256), {"_gemm_mha_v2": 3}, {"_gemm_mha_v2": 3}),
-        ),
-        plan=FileRecord(hashlib.sha256(DATA).hexdigest(), len(DATA)),
-        graph=DerivedGraph("b" * 64, 26, {"decode: max abs": (0.01, 0.12)}, ("a note",)),
+        weights_bytes=1000,
+        cache_row_bytes=2000,
+        ways=("plan", "log"),
+        plans=(EnginePlan("shared", PLAN, hashlib.sha256(DATA).hexdigest(), len(DATA), "decode", "a" * 64, (DECODE, PREFILL)),),
+        graph=DerivedGraph(hashlib.sha256(DERIVED).hexdigest(), 26, {"decode: max abs": (0.01, 0.12)}, ("a note",)),
     )
 
 
@@ -66,7 +79,10 @@ def engine(bundle: Bundle) -> Path:
 def write_engine(bundle: Bundle, record: EngineRecord) -> Path:
     folder = bundle.path / ENGINES / record.name
     folder.mkdir(parents=True)
-    (folder / PLAN).write_bytes(DATA)
+    for plan in record.plans:
+        (folder / plan.file).write_bytes(DATA)
+    (folder / GRAPH).mkdir()
+    (folder / GRAPH / MANIFEST).write_bytes(DERIVED)
     (folder / SIDECAR).write_bytes(dump_record(record))
     return folder
 
@@ -192,13 +208,23 @@ def test_sidecar_when_edited_then_its_seal_shows_it(bundle: Bundle, engine: Path
         ("version", "../../etc", "version"),
         ("target", "a/b", "target"),
         ("compute_capabilities", [], "compute_capabilities"),
-        ("plan", {"sha256": "0" * 63, "size": 5}, "sha256"),
-        ("plan", {"sha256": "0" * 64}, "size"),
-        ("profiles", [], "does not prove"),
-        ("profiles", [{"name": "decode"}], "phase"),
+        ("plans", [plan_of(sha256="0" * 63)], "sha256"),
+        ("plans", [plan_of(size=None)], "size"),
+        ("plans", [plan_of(file="../x.engine")], "file"),
+        ("plans", [plan_of(file="other.engine")], "names other.engine as the plan shared"),
+        ("plans", [plan_of(graph="encoder")], "graph"),
+        ("plans", [plan_of(profiles=[])], "proves nothing of shared.engine"),
+        ("plans", [plan_of(profiles=[{"name": "decode"}])], "phase"),
+        ("plans", [], "the layout shared has shared"),
+        ("plans", [plan_of(name="decode", file="decode.engine")], "the layout shared has shared"),
+        ("layout", "split", "the layout split has decode, prefill"),
+        ("layout", "both", "layout"),
+        ("ways", ["plan"], "expected plan, log"),
+        ("ways", ["inspector", "log"], "expected plan, log"),
         ("graph", {}, "core_sha256"),
         ("extra", 1, "unknown fields: extra"),
-        ("schema", 2, "schema"),
+        ("schema", 1, "has schema 1; this version reads 2"),
+        ("schema", 3, "schema"),
     ],
 )
 def test_sidecar_when_a_field_is_wrong_then_is_refused_with_its_name(
@@ -209,13 +235,96 @@ def test_sidecar_when_a_field_is_wrong_then_is_refused_with_its_name(
         read_engine(bundle, engine)
 
 
+def test_sidecar_when_of_the_older_schema_then_is_listed_with_the_command_that_rebuilds(bundle: Bundle, engine: Path):
+    resealed(engine, schema=1)
+    (entry,) = list_engines(bundle)
+    assert f"tformer-deploy build-engine {bundle.path} --force" in entry.summary
+    with pytest.raises(InputError, match="schema 1") as e:
+        require_engine(bundle, "rtx", "1.7.1.116")
+    assert "build-engine" in (e.value.hint or "")
+
+
 @pytest.mark.parametrize("way", ["plan_kernels", "log_kernels"])
 def test_sidecar_when_a_profile_lacks_a_fused_kernel_then_is_refused(bundle: Bundle, engine: Path, way: str):
-    profiles = json.loads((engine / SIDECAR).read_text("utf-8"))["profiles"]
-    profiles[1][way] = {"_gemm_mha_v2": 2}
-    resealed(engine, profiles=profiles)
+    (plan,) = json.loads((engine / SIDECAR).read_text("utf-8"))["plans"]
+    plan["profiles"][1][way] = {"_gemm_mha_v2": 2}
+    resealed(engine, plans=[plan])
     with pytest.raises(InputError, match="does not prove 3 fused attentions"):
         read_engine(bundle, engine)
+
+
+@pytest.mark.parametrize("layers", [("blocks.1.attention", "blocks.1.attention"), ("blocks.3.attention",), ("node_x",)])
+def test_sidecar_when_what_is_not_fused_is_not_named_by_layer_then_is_refused(
+    bundle: Bundle, engine: Path, layers: tuple[str, ...]
+):
+    (plan,) = json.loads((engine / SIDECAR).read_text("utf-8"))["plans"]
+    fused = {"_gemm_mha_v2": 3 - len(layers)}
+    plan["profiles"][1] |= {"plan_kernels": fused, "log_kernels": fused, "decomposed": list(layers)}
+    resealed(engine, plans=[plan])
+    with pytest.raises(InputError, match="does not prove 3 fused attentions"):
+        read_engine(bundle, engine)
+
+
+def test_engine_when_some_attention_is_decomposed_then_its_line_never_calls_all_of_it_fused(bundle: Bundle):
+    fused = {"_gemm_mha_v2": 1}
+    prefill = dataclasses.replace(
+        PREFILL, plan_kernels=fused, log_kernels=fused, decomposed=("blocks.0.attention", "blocks.2.attention")
+    )
+    record = make_record(bundle)
+    record = dataclasses.replace(record, plans=(dataclasses.replace(record.plans[0], profiles=(DECODE, prefill)),))
+    assert parse_record(dump_record(record)) == record
+    assert record.unfused == {"prefill-256": ("blocks.0.attention", "blocks.2.attention")}
+    write_engine(bundle, record)
+    (entry,) = list_engines(bundle)
+    assert "2 of 3 NOT FUSED (blocks.0.attention … blocks.2.attention)" in entry.summary
+    assert "fused attention proven" not in entry.summary
+
+
+def test_inspect_when_an_engine_is_there_then_shows_plans_costs_and_kernels_without_tensorrt(
+    bundle: Bundle, engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("tensorrt", "tensorrt_rtx"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it would fail
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["inspect", str(bundle.path)]) == 0
+    out = capsys.readouterr().out
+    assert "layout shared, fp16, capacity 256" in out
+    assert "shared.engine" in out
+    assert "3 × _gemv_mha_v1" in out
+    assert "a row" in out
+
+
+def test_derived_graph_when_replaced_then_is_refused(bundle: Bundle, engine: Path):
+    (engine / GRAPH / MANIFEST).write_bytes(b"another")
+    with pytest.raises(InputError, match=r"graph/manifest\.json has sha256"):
+        require_engine(bundle, "rtx", "1.7.1.116")
+
+
+def test_split_engine_when_one_plan_is_damaged_then_that_one_is_named(bundle: Bundle):
+    record = make_record(bundle)
+    plan = record.plans[0]
+    plans = tuple(
+        dataclasses.replace(plan, name=name, file=f"{name}.engine", graph=name, profiles=profiles)
+        for name, profiles in (("decode", (DECODE,)), ("prefill", (PREFILL,)))
+    )
+    split = dataclasses.replace(record, layout="split", plans=plans)
+    folder = write_engine(bundle, split)
+    assert folder.name.endswith("-c256-split")
+    assert require_engine(bundle, "rtx", "1.7.1.116", "8.9") == (folder, split)
+    (folder / "prefill.engine").write_bytes(DATA[:-1] + b"x")
+    with pytest.raises(InputError, match=r"prefill\.engine has sha256"):
+        require_engine(bundle, "rtx", "1.7.1.116")
+
+
+def test_engine_when_one_only_decodes_then_one_with_both_phases_goes_first(bundle: Bundle):
+    record = make_record(bundle)
+    plan = dataclasses.replace(record.plans[0], name="decode", file="decode.engine", profiles=(DECODE,))
+    smaller = dataclasses.replace(record, layout="decode", capacity=128, plans=(plan,))
+    write_engine(bundle, smaller)
+    assert require_engine(bundle, "rtx", "1.7.1.116")[1] == smaller
+    write_engine(bundle, record)
+    assert require_engine(bundle, "rtx", "1.7.1.116")[1] == record
 
 
 def test_folder_when_it_holds_no_engine_then_is_listed_as_unusable(bundle: Bundle):

@@ -36,7 +36,7 @@ def test_engine_when_the_bundle_is_quantised_then_attention_is_fused_and_the_wei
     built = tformer_deploy.build_engine(path, dtype="fp16", capacity=64, prompt_buckets=(16,), max_batch=2, targets=("8.9",))
     assert [p.plan_kernels for p in built.record.profiles] == [{"_gemv_mha_v1": 2}, {"_gemm_mha_v2": 2}]
     assert built.record.graph is not None
-    derived = open_bundle(built.path.parent / GRAPH)
+    derived = open_bundle(built.path / GRAPH)
     source = open_bundle(path)
     assert derived.manifest.dtype == "fp16"
     assert derived.manifest.quantization == source.manifest.quantization

@@ -67,6 +67,17 @@ def test_session_when_rows_are_ragged_then_equals_onnx_runtime_step_by_step(bund
         close(b, d)
 
 
+@pytest.mark.parametrize("layout", ["split", "decode"])
+def test_session_when_the_engine_has_other_plans_then_equals_onnx_runtime(bundle: Bundle, machine: FakeMachine, layout: str):
+    session, other = opened(bundle, machine, layout=layout, buckets=(16, 40)), portable(bundle)
+    close(session.prefill(ROWS), other.prefill(ROWS))  # the longest goes on token by token
+    close(session.decode([1, 2, 3, 4]), other.decode([1, 2, 3, 4]))
+    close(session.extend([[1, 2], [3], [4, 5, 6], [9]]), other.extend([[1, 2], [3], [4, 5, 6], [9]]))
+    for (a, b), (c, d) in zip(session.read_cache(3), other.read_cache(3), strict=True):
+        close(a, c)
+        close(b, d)
+
+
 def test_session_when_prompts_pass_the_largest_profile_then_pieces_equal_the_whole(bundle: Bundle, machine: FakeMachine):
     session, other = opened(bundle, machine, buckets=(16,)), portable(bundle)
     rows = [[(3 * i) % 131 for i in range(n)] for n in (100, 3, 49, 33)]
@@ -94,8 +105,7 @@ def test_backend_when_rows_pass_the_largest_batch_then_are_split_and_equal_the_w
 def test_backend_when_logits_of_many_positions_are_asked_for_then_the_call_is_repeated(
     bundle: Bundle, machine: FakeMachine, positions: int
 ):
-    machine.settings.positions = positions
-    backend, other = opened(bundle, machine, buckets=(4, 16)).backend, portable(bundle).backend
+    backend, other = opened(bundle, machine, buckets=(4, 16), positions=positions).backend, portable(bundle).backend
     ids = (np.arange(2 * 21, dtype=np.int64).reshape(2, 21) * 5) % 131
     asked = np.array([[20, 3, 4, 15, 16, 0], [1, 1, 19, 17, 2, 5]])
     cache, theirs = backend.allocate(2, 64), other.allocate(2, 256)

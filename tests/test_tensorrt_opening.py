@@ -18,8 +18,10 @@ from tformer_deploy.backends import cuda
 from tformer_deploy.backends.tensorrt import open_tensorrt, package
 from tformer_deploy.backends.tensorrt.choice import choose_engine
 from tformer_deploy.bundle import Bundle, open_bundle
-from tformer_deploy.bundle.engines import ENGINES, PLAN, SIDECAR, dump_record, parse_record
+from tformer_deploy.bundle.engines import ENGINES, SIDECAR, EngineProfile, dump_record, parse_record
 from tformer_deploy.errors import CapabilityError, InputError, TformerError, UsageError
+
+PLAN = "shared.engine"
 
 
 @pytest.fixture
@@ -120,11 +122,19 @@ def test_engine_when_damaged_or_of_another_graph_then_exits_3_before_the_runtime
 def test_engine_when_its_record_says_other_profiles_than_the_plan_then_is_refused(bundle: Bundle, machine: FakeMachine):
     folder = write_engine(bundle)
     record = parse_record((folder / SIDECAR).read_bytes())
-    longer = dataclasses.replace(record.profiles[2], sequence=(65, 128, 128))
-    (folder / SIDECAR).write_bytes(dump_record(dataclasses.replace(record, profiles=(*record.profiles[:2], longer))))
+    profiles = record.profiles
+
+    def rewritten(*changed: EngineProfile) -> None:
+        plan = dataclasses.replace(record.plans[0], profiles=changed)
+        (folder / SIDECAR).write_bytes(dump_record(dataclasses.replace(record, plans=(plan,))))
+
+    rewritten(*profiles[:2], dataclasses.replace(profiles[2], sequence=(65, 128, 128)))
     with pytest.raises(InputError, match=r"prefill-256 takes \[1, 65\] to \[8, 256\].*\[8, 128\]"):
         open_tensorrt(bundle)
-    (folder / SIDECAR).write_bytes(dump_record(dataclasses.replace(record, profiles=record.profiles[:2])))
+    rewritten(*profiles[:2], dataclasses.replace(profiles[2], logits=(1, 1, 4)))
+    with pytest.raises(InputError, match=r"4 logits.*there are \[1, 1\]"):
+        open_tensorrt(bundle)
+    rewritten(*profiles[:2])
     with pytest.raises(InputError, match="has 3 profiles; its record names 2"):
         open_tensorrt(bundle)
     assert "cuDevicePrimaryCtxRelease_v2" in machine.library.names()

@@ -169,9 +169,26 @@ def _ids_of_text(bundle_path: str | Path, text: Path) -> list[int]:
     return tokenizer.encode(content)
 
 
-def build_engine(bundle_path: str | Path, **options: Any) -> Any:
-    """Compiles a bundle to a TensorRT engine; the options are those of ``exporters.tensorrt.build``."""
-    return load("tformer_deploy.exporters.tensorrt", "tensorrt-rtx").build(bundle_path, **options)
+def build_engine(bundle_path: str | Path, *, range_scan: str | Path | None = None, **options: Any) -> Any:
+    """Compiles a bundle to a TensorRT engine; the other options are those of ``exporters.tensorrt.build``.
+
+    Args:
+        bundle_path: The bundle.
+        range_scan: A text or JSONL file of real prompts, as for ``export``'s calibration: values inside the model that would
+            overflow in fp16 on them are named.
+        options: Of ``exporters.tensorrt.build``.
+
+    Raises:
+        InputError: The prompts cannot be read, or what ``build`` raises.
+    """
+    build = load("tformer_deploy.exporters.tensorrt", "tensorrt-rtx").build
+    if range_scan is None:
+        return build(bundle_path, **options)
+    bundle = open_bundle(bundle_path)
+    tokenizer, calibration = load_tokenizer(bundle), load("tformer_deploy.quantization.calibration", "export")
+    encode = None if tokenizer is None else tokenizer.encode
+    rows = calibration.calibration_rows(Path(range_scan), encode, bundle.manifest.config, bundle.manifest.max_length)
+    return build(bundle_path, range_rows=rows, **options)
 
 
 def _cure(quantization: Quantization) -> str:

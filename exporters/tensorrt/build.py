@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from tformer_deploy import errors
 from tformer_deploy.bundle import Bundle, open_bundle
-from tformer_deploy.bundle.engines import (
+from tformer_deploy.bundle.engine_record import (
     ENGINES,
     GRAPH,
-    PLAN,
     SIDECAR,
     DerivedGraph,
+    EnginePlan,
     EngineProfile,
     EngineRecord,
     dump_record,
-    read_engine,
+    parse_record,
+    plan_file,
 )
-from tformer_deploy.bundle.manifest import FileRecord
-from tformer_deploy.bundle.verify import hash_file
+from tformer_deploy.bundle.manifest import WEIGHTS
 from tformer_deploy.bundle.writer import new_folder, refuse_existing, write_file
 from tformer_deploy.errors import ResourceError, TformerError, UsageError
+from tformer_deploy.exporters.tensorrt.buckets import buckets_for, read_lengths
+from tformer_deploy.exporters.tensorrt.costs import Costs, estimate, require_room, room_for, room_sentence
 from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour
-from tformer_deploy.exporters.tensorrt.graph import fixed_graph
-from tformer_deploy.exporters.tensorrt.preflight import DEFAULT_BATCH, Plan, make_plan
+from tformer_deploy.exporters.tensorrt.preflight import DEFAULT_BATCH, Layout, Plan, PlanPart, capacity_for, make_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tformer_deploy.config import DType
+    from tformer_deploy.exporters.tensorrt.flavours import FlavourName
+
+
+_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV")
+_PREFIXES = ("LD_", "PYTHON", "CUDA", "NVIDIA", "TRT", "TENSORRT")
 
 
 @dataclass(frozen=True)
@@ -45,10 +52,10 @@ class BuiltEngine:
     """A finished engine.
 
     Attributes:
-        path: ``shared.engine``.
+        path: Its folder: plans and ``engine.json``.
         record: The content of ``engine.json``.
         build_s: Seconds that the builder took; not in the record, whose bytes depend on the input only.
-        peak_mib: Peak memory of the builder's process.
+        peak_mib: Peak memory of the builder's process, the largest of its plans.
     """
 
     path: Path
@@ -60,97 +67,180 @@ class BuiltEngine:
 def build(
     bundle_path: str | Path,
     *,
-    flavour: Literal["auto", "rtx", "tensorrt"] = "auto",
-    layout: Literal["shared"] = "shared",
+    flavour: FlavourName | Literal["auto"] = "auto",
+    layout: Layout = "shared",
     dtype: DType | None = None,
     capacity: int | None = None,
     max_batch: int = DEFAULT_BATCH,
     prompt_buckets: tuple[int, ...] = (),
+    prompt_buckets_from: str | Path | None = None,
     targets: tuple[str, ...] = (),
+    allow_decomposed: bool = False,
+    range_rows: Sequence[tuple[int, ...]] = (),
     force: bool = False,
+    on_note: Callable[[str], None] = lambda note: None,
     on_progress: Callable[[str, float], None] = lambda phase, done: None,
 ) -> BuiltEngine:
-    """Compiles the decode graph with an S = 1 profile and prefill profiles, and proves that every attention fused.
+    """Compiles a bundle's graphs, and proves that every attention of every profile fused.
 
     Args:
         bundle_path: The bundle; its core is not touched.
-        flavour: Which TensorRT; ``auto`` takes RTX where it is installed.
-        layout: ``shared``: one plan serves both phases.
+        flavour: Which TensorRT; ``auto`` takes RTX where it is installed and knows the GPU here, if there is one.
+        layout: ``shared``: one plan serves both phases; ``split``: a plan a phase; ``decode``: only the decode plan of split.
         dtype: The engine's dtype; the bundle's where None. Another one is derived and checked first, and kept.
         capacity: Cache slots of a row.
         max_batch: Most rows.
         prompt_buckets: Most tokens of each prefill profile; one of ``capacity`` tokens where empty.
+        prompt_buckets_from: A file of prompt lengths that the buckets are derived from.
         targets: Compute capabilities (rtx only), ``("8.6", "8.9")``; the flavour's portable set where empty.
+        allow_decomposed: An attention that cannot fuse is built from its parts, recorded, and never called fused.
+        range_rows: Ids of real prompts on which values inside the model are looked at, for an fp16 engine: one that would
+            overflow is named.
         force: Replace an engine of the same name.
+        on_note: Called, before the builder starts, with what will fuse, what the engine costs and what is available.
         on_progress: Called with what is being done and the fraction done of the engine, 0 before the builder starts.
 
     Raises:
         CapabilityError: The flavour is not installed, or cannot do it.
         InputError: An attention cannot fuse, or did not; nothing is written.
         UsageError: The engine exists and ``force`` is False, or a number is out of range.
-        ResourceError: Memory ran out.
+        ResourceError: There is, or was, too little memory.
+        StorageError: There is too little room on the disk.
     """
-    if layout != "shared":
-        raise UsageError(f"The layout is {layout!r}; this version builds shared only.", "Give --layout shared.")
     bundle = open_bundle(bundle_path)
     chosen = load_flavour(flavour)
-    plan = make_plan(bundle.manifest, dtype or bundle.manifest.dtype, capacity, max_batch, prompt_buckets)
-    draft = _draft(bundle, chosen, plan, targets)
+    if prompt_buckets_from is not None:
+        if prompt_buckets:
+            raise UsageError("Prompt buckets are given and to be derived from a file.", "Give one of the two.")
+        prompt_buckets = buckets_for(read_lengths(Path(prompt_buckets_from)), capacity_for(bundle.manifest, capacity))
+    plan = make_plan(
+        bundle.manifest, dtype or bundle.manifest.dtype, capacity, max_batch, prompt_buckets, layout, allow_decomposed
+    )
+    costs = estimate(plan, bundle.manifest)
+    draft = _draft(bundle, chosen, plan, targets, costs)
     folder = bundle.path / ENGINES / draft.name
     refuse_existing(folder, force, SIDECAR)
+    _say_before(plan, costs, chosen, draft, folder, on_note)
+    if range_rows:
+        _scan(bundle, plan, range_rows, on_note)
     with new_folder(folder, force, SIDECAR) as finished:
         source, graph = bundle, None
         if plan.dtype != bundle.manifest.dtype:
             source, graph = _derive(bundle, plan.dtype, finished / GRAPH, lambda part: on_progress(part, 0.0))
-        started = time.perf_counter()
-        found = run_worker(worker_request(source, draft, plan, finished / PLAN), on_progress)
+        started, plans, peak = time.perf_counter(), [], 0.0
+        for i, part in enumerate(plan.parts):
+            request, share = worker_request(source, draft, plan, part), _share(on_progress, part.name, i, len(plan.parts))
+            found = run_worker(request, source.path, finished / plan_file(part.name), share)
+            plans.append(_engine_plan(part, found))
+            draft = dataclasses.replace(draft, cache_updates=found["cache_updates"], ways=tuple(found["ways"]))
+            peak = max(peak, found["peak_mib"])
         seconds = time.perf_counter() - started
-        record = _finish(draft, plan, found, source, graph, finished / PLAN)
-        write_file(finished / SIDECAR, dump_record(record))
-    return BuiltEngine(folder / PLAN, read_engine(bundle, folder), round(seconds, 2), found["peak_mib"])
+        data = dump_record(dataclasses.replace(draft, plans=tuple(plans), graph=graph))
+        record = parse_record(data)  # refuses, for instance, a profile that proves too little
+        write_file(finished / SIDECAR, data)
+    return BuiltEngine(folder, record, round(seconds, 2), peak)
 
 
-def worker_request(source: Bundle, draft: EngineRecord, plan: Plan, output: Path) -> dict[str, Any]:
-    """What the worker is told; see :func:`worker.build_plan`."""
+def _scan(bundle: Bundle, plan: Plan, rows: Sequence[tuple[int, ...]], on_note: Callable[[str], None]) -> None:
+    if plan.dtype != "fp16":
+        raise UsageError(
+            f"A range scan is for fp16 engines; this one is {plan.dtype}, which overflows where fp32 does.", "Leave it out."
+        )
+    # Imported here: only a scan needs ONNX Runtime.
+    from tformer_deploy.exporters.tensorrt.ranges import scan_ranges
+
+    for sentence in scan_ranges(bundle, rows).sentences:
+        on_note(sentence)
+
+
+def _say_before(
+    plan: Plan, costs: Costs, flavour: Flavour, draft: EngineRecord, folder: Path, on_note: Callable[[str], None]
+) -> None:
+    """What will fuse, what it costs, what is there; then refuses what does not fit."""
+    for report in plan.reports:
+        on_note(report.sentence)
+    if plan.unfusable_phases:
+        on_note(
+            f"WARNING: the attention of {' and '.join(plan.unfusable_phases)} may be DECOMPOSED, as allowed: slow, and with memory "
+            "that grows with prompt × capacity. Each layer that is will be named and recorded."
+        )
+    for sentence in costs.sentences:
+        on_note(sentence)
+    room = room_for(folder)
+    on_note(room_sentence(costs, room))
+    if advice := flavour.advice(draft.compute_capabilities):
+        on_note(f"WARNING: {advice}")
+    require_room(costs, room)
+
+
+def _share(on_progress: Callable[[str, float], None], name: str, i: int, count: int) -> Callable[[str, float], None]:
+    """The progress of one plan of several as a part of the whole."""
+    prefix = f"{name}: " if count > 1 else ""
+    return lambda phase, done: on_progress(f"{prefix}{phase}", (i + done) / count)
+
+
+def worker_request(source: Bundle, draft: EngineRecord, plan: Plan, part: PlanPart) -> dict[str, Any]:
+    """What the worker is told; see :func:`worker.build_plan`. No path is in it."""
     return {
         "flavour": draft.flavour,
-        "graph": str(source.decode_path.resolve()),
+        "graph": f"{part.graph}.onnx",
+        "square": part.graph == "prefill",
         "capacity": plan.capacity,
-        "plan": str(output),
         "n_layers": source.manifest.config.n_layers,
         "compute_capabilities": list(draft.compute_capabilities),
-        "profiles": [dataclasses.asdict(p) for p in plan.profiles],
-        "decomposable": False,
+        "profiles": [dataclasses.asdict(p) for p in part.profiles],
+        # TensorRT's parser takes no soft cap: where it is allowed, such attention becomes plain operators before the parser.
+        "expand_attention": source.manifest.config.attention_softcap is not None,
+        "decomposable": bool({p.phase for p in part.profiles} & set(plan.unfusable_phases)),
+        "may_decompose": list(plan.unfusable_phases),
     }
 
 
-def run_worker(request: dict[str, Any], on_progress: Callable[[str, float], None]) -> dict[str, Any]:
+def run_worker(request: dict[str, Any], folder: Path, output: Path, on_progress: Callable[[str, float], None]) -> dict[str, Any]:
     """Runs the builder in a child process; when this one is stopped, so is the child.
+
+    The builder's order of work depends on addresses, and so its bytes on how much memory was asked for before, down to the length
+    of a path. Hence the child sees no path of the user's and few variables: it starts in a folder of links and writes to an open
+    file.
+
+    Args:
+        request: From :func:`worker_request`.
+        folder: Where graph and weights lie.
+        output: The plan, written only when everything is proven.
+        on_progress: Called with the builder's phase and the fraction done.
 
     Raises:
         TformerError: What the worker reported, or how it ended.
     """
-    with tempfile.TemporaryDirectory(prefix="tformer-deploy-") as scratch:
-        path, log = Path(scratch) / "request.json", Path(scratch) / "builder.log"
-        path.write_text(json.dumps(request), "utf-8")
-        command = [sys.executable, "-m", "tformer_deploy.exporters.tensorrt.worker", str(path)]
-        with log.open("wb") as stderr:
-            # In a session of its own, so that Ctrl-C reaches this process alone, which then ends the child.
+    done = False
+    try:
+        with output.open("xb") as plan, tempfile.TemporaryDirectory(prefix="tformer-deploy-") as links, _log() as log:
+            for name in (request["graph"], WEIGHTS):
+                (Path(links) / name).symlink_to((folder / name).resolve())
             worker = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
-            )
+                # -P: the folder that it starts in is no place to import from.
+                [sys.executable, "-P", "-m", "tformer_deploy.exporters.tensorrt.worker", str(plan.fileno())],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=links, env=_environment(), pass_fds=(plan.fileno(),),
+                start_new_session=True,  # so that Ctrl-C reaches this process alone, which then ends the child
+            )  # fmt: skip
             try:
+                _tell(worker, request)
                 last = _follow(worker, on_progress)
                 worker.wait()
             except BaseException:
                 worker.kill()
                 worker.wait()
                 raise
-        if last.get("event") == "result" and worker.returncode == 0:
-            return last
-        if last.get("event") == "error":
-            raise _error(last)
-        tail = log.read_text("utf-8", errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+            log.seek(0)
+            tail = log.read().decode("utf-8", errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+            done = last.get("event") == "result" and worker.returncode == 0
+    finally:
+        if not done:
+            output.unlink(missing_ok=True)
+    if done:
+        return last
+    if last.get("event") == "error":
+        raise _error(last)
     if worker.returncode == -9:
         raise ResourceError(
             "The builder was killed, most likely because memory ran out.", "Lower --max-batch or --prompt-bucket."
@@ -158,6 +248,21 @@ def run_worker(request: dict[str, Any], on_progress: Callable[[str, float], None
     raise TformerError(
         f"The builder ended with exit code {worker.returncode}: {tail[0]}", "Run the command again; report it if it stays so."
     )
+
+
+def _log() -> IO[bytes]:
+    return tempfile.TemporaryFile(prefix="tformer-deploy-")
+
+
+def _environment() -> dict[str, str]:
+    """What a builder may depend on; nothing that differs from one shell to the next."""
+    return {name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES or name.startswith(_PREFIXES)}
+
+
+def _tell(worker: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
+    assert worker.stdin is not None
+    with contextlib.suppress(BrokenPipeError), worker.stdin:  # a worker that died at once says so by its exit code
+        worker.stdin.write(json.dumps(request).encode())
 
 
 def _follow(worker: subprocess.Popen[bytes], on_progress: Callable[[str, float], None]) -> dict[str, Any]:
@@ -186,7 +291,7 @@ def _derive(bundle: Bundle, dtype: DType, folder: Path, say: Callable[[str], Non
     return derive_bundle(bundle, dtype, folder, say)
 
 
-def _draft(bundle: Bundle, flavour: Flavour, plan: Plan, targets: tuple[str, ...]) -> EngineRecord:
+def _draft(bundle: Bundle, flavour: Flavour, plan: Plan, targets: tuple[str, ...], costs: Costs) -> EngineRecord:
     """The record before anything is built: what is asked for."""
     capabilities = flavour.compute_capabilities(targets)
     target = "portable" if flavour.name == "rtx" and not targets else "sm" + "_".join(c.replace(".", "") for c in capabilities)
@@ -196,27 +301,25 @@ def _draft(bundle: Bundle, flavour: Flavour, plan: Plan, targets: tuple[str, ...
         version=flavour.version,
         target=target,
         compute_capabilities=capabilities,
-        layout="shared",
+        layout=plan.layout,
         dtype=plan.dtype,
         capacity=plan.capacity,
         max_batch=plan.max_batch,
         attentions=bundle.manifest.config.n_layers,
         cache_updates=2 * bundle.manifest.config.n_layers,
-        graph_sha256="",
-        profiles=(),
-        plan=FileRecord("", 0),
+        weights_bytes=costs.weights,
+        cache_row_bytes=costs.cache_row,
+        ways=(),
+        plans=(),
         graph=None,
     )
 
 
-def _finish(
-    draft: EngineRecord, plan: Plan, found: dict[str, Any], source: Bundle, graph: DerivedGraph | None, file: Path
-) -> EngineRecord:
+def _engine_plan(part: PlanPart, found: dict[str, Any]) -> EnginePlan:
     profiles = tuple(
-        EngineProfile(p.name, p.phase, p.batch, p.sequence, planned, logged)
-        for p, (planned, logged) in zip(plan.profiles, found["kernels"], strict=True)
+        EngineProfile(p.name, p.phase, p.batch, p.sequence, p.logits, proof["plan"], proof["log"], tuple(proof["decomposed"]))
+        for p, proof in zip(part.profiles, found["proofs"], strict=True)
     )
-    compiled = hashlib.sha256(fixed_graph(source.decode_path, plan.capacity)).hexdigest()
-    return dataclasses.replace(
-        draft, cache_updates=found["cache_updates"], graph_sha256=compiled, profiles=profiles, plan=hash_file(file), graph=graph
+    return EnginePlan(
+        part.name, plan_file(part.name), found["sha256"], found["size"], part.graph, found["graph_sha256"], profiles
     )

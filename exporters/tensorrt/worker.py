@@ -1,13 +1,18 @@
-"""Builds one plan in a process of its own: ``python -m tformer_deploy.exporters.tensorrt.worker REQUEST.json``.
+"""Builds one plan in a process of its own: ``python -m tformer_deploy.exporters.tensorrt.worker DESCRIPTOR < request``.
+
+It starts in the folder of the graph and its weights, and writes the plan to an open file descriptor.
 
 A fresh process whose addresses are not randomised gives the same bytes for the same input (a second build in one process
-does not; with random addresses one build in ten differs in 9 bytes), gives its memory back, and can be stopped at any moment. It writes JSON lines on stdout: ``progress``, then ``result`` or ``error``. The plan is
-written only when fusion is proven.
+does not; with random addresses one build in ten differs in 9 bytes), gives its memory back, and can be stopped at any
+moment. It writes JSON lines on stdout: ``progress``, then ``result`` or ``error``. The plan is written only when fusion is
+proven.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -16,9 +21,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tformer_deploy.bundle.engine_record import attention_layers
 from tformer_deploy.errors import InputError, ResourceError, TformerError
 from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour
-from tformer_deploy.exporters.tensorrt.fusion import prove_fusion
+from tformer_deploy.exporters.tensorrt.fusion import ProofTarget, prove_by_inspector, prove_fusion
 from tformer_deploy.exporters.tensorrt.graph import fixed_graph
 from tformer_deploy.exporters.tensorrt.monitor import progress_monitor
 
@@ -40,7 +46,7 @@ def main() -> int:
             # It takes effect at the next exec; the pipe and the signal above outlive that.
             command = [sys.executable, "-m", "tformer_deploy.exporters.tensorrt.worker", *sys.argv[1:]]
             os.execve(sys.executable, command, os.environ | {_RESTARTED: "1", "PYTHONHASHSEED": "0"})
-    request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    request = json.loads(sys.stdin.buffer.read())
     # The library may print on its own; only JSON lines may reach the parent.
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -50,7 +56,7 @@ def main() -> int:
         pipe.flush()
 
     try:
-        send("result", **build_plan(load_flavour(request["flavour"]), request, send))
+        send("result", **build_plan(load_flavour(request["flavour"]), request, int(sys.argv[1]), send))
     except TformerError as e:
         send("error", message=e.message, hint=e.hint, exit_code=e.exit_code)
         return 1
@@ -68,13 +74,15 @@ def fix_addresses() -> bool:
     return current != -1 and personality(current | _ADDR_NO_RANDOMIZE) != -1
 
 
-def build_plan(flavour: Flavour, request: dict[str, Any], send: Any) -> dict[str, Any]:
+def build_plan(flavour: Flavour, request: dict[str, Any], output: int, send: Any) -> dict[str, Any]:
     """Parses, checks the network, builds, proves fusion, writes the plan.
 
     Args:
         flavour: Which TensorRT.
-        request: graph (path), capacity, plan (path), n_layers, compute_capabilities, profiles, decomposable (a control
-            of the tests: every attention may be built unfused, so that the proof has something to refuse).
+        request: graph (name of a file here), square (attention over the fresh keys alone), capacity, n_layers,
+            compute_capabilities, profiles, expand_attention (the graph has no attention layer any more), decomposable
+            (every attention may be built unfused), may_decompose (phases in which that is recorded; in the others it is a fault).
+        output: Descriptor of the file for the plan.
         send: Reports progress.
 
     Raises:
@@ -84,7 +92,8 @@ def build_plan(flavour: Flavour, request: dict[str, Any], send: Any) -> dict[str
     logger = _logger(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(flavour.network_flags())
-    attentions = _parse(flavour, network, logger, request)
+    graph = fixed_graph(Path(request["graph"]), request["capacity"], request["expand_attention"])
+    attentions = _parse(flavour, network, logger, request, graph)
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     monitor = progress_monitor(trt, lambda phase, done: send("progress", phase=phase, done=done))
@@ -97,14 +106,24 @@ def build_plan(flavour: Flavour, request: dict[str, Any], send: Any) -> dict[str
         raise InputError(f"TensorRT cannot build this graph: {logger.first_error()}", _cure(logger.first_error()))
     require_no_unused_input(logger)
     data = memoryview(plan)
-    names = [(p["name"], p["sequence"] == [1, 1, 1]) for p in request["profiles"]]
-    proofs = prove_fusion(data, "\n".join(logger.layers), attentions, names)
-    with Path(request["plan"]).open("wb") as file:
+    targets = [
+        ProofTarget(p["name"], p["sequence"] == [1, 1, 1], p["phase"] in request["may_decompose"]) for p in request["profiles"]
+    ]
+    log, inspected = "\n".join(logger.layers), flavour.inspect(data, logger)
+    if inspected is None:
+        ways, proofs = ["plan", "log"], prove_fusion(data, log, attentions, targets)
+    else:
+        proofs, agrees = prove_by_inspector(inspected, log, attentions, targets)
+        ways = ["inspector", "log"] if agrees else ["inspector"]
+    with os.fdopen(output, "wb") as file:
         file.write(data)
     return {
-        "attentions": len(attentions),
+        "ways": ways,
+        "graph_sha256": hashlib.sha256(graph).hexdigest(),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "size": data.nbytes,
         "cache_updates": 2 * len(attentions),
-        "kernels": [[p.plan, p.log] for p in proofs],
+        "proofs": [dataclasses.asdict(p) for p in proofs],
         "peak_mib": peak_mib(),
     }
 
@@ -119,26 +138,26 @@ def peak_mib() -> float:
     return round(int(found.group(1)) / 2**10, 1) if found else 0.0
 
 
-def _parse(flavour: Flavour, network: Any, logger: Any, request: dict[str, Any]) -> list[str]:
+def _parse(flavour: Flavour, network: Any, logger: Any, request: dict[str, Any], graph: bytes) -> list[str]:
     """Fills the network; returns the names of its attentions."""
-    # The path's length must not matter to the bytes, so the parser is given the bare name.
     trt, path = flavour.module, Path(request["graph"])
-    os.chdir(path.parent)
     parser = trt.OnnxParser(network, logger)
-    # Weights are found beside ``path``. Junk parses as an empty network, hence the count of outputs.
-    if not parser.parse(fixed_graph(path, request["capacity"]), path.name) or not network.num_outputs:
-        raise InputError(f"TensorRT cannot parse {path}: {_parser_error(parser, logger)}", "Export the bundle again.")
+    # Weights are found beside the graph, here. Junk parses as an empty network, hence the count of outputs.
+    if not parser.parse(graph, path.name) or not network.num_outputs:
+        error = _parser_error(parser, logger)
+        raise InputError(f"TensorRT cannot parse {path}: {error}", _cure(error))
     require_no_unused_input(logger)
-    attentions, updates = walk(flavour, network, request["decomposable"])
+    attentions, updates = walk(flavour, network, request["decomposable"], request["square"])
     n_layers = request["n_layers"]
-    if (len(attentions), updates) != (n_layers, 2 * n_layers):
-        found, expected = f"{len(attentions)} attentions and {updates} cache updates", f"{n_layers} and {2 * n_layers}"
+    n_attentions = 0 if request["expand_attention"] else n_layers
+    if (len(attentions), updates) != (n_attentions, 2 * n_layers):
+        found, expected = f"{len(attentions)} attentions and {updates} cache updates", f"{n_attentions} and {2 * n_layers}"
         raise InputError(f"The parsed network has {found}; expected {expected}.", "Export the bundle again.")
-    return attentions
+    return attention_layers(n_layers)
 
 
-def walk(flavour: Flavour, network: Any, decomposable: bool) -> tuple[list[str], int]:
-    """ONNX names of the attention layers, and the number of cache updates.
+def walk(flavour: Flavour, network: Any, decomposable: bool, square: bool) -> tuple[list[str], int]:
+    """Our names of the attention layers, and the number of cache updates.
 
     Raises:
         InputError: An attention may be built unfused, or hides nothing.
@@ -158,7 +177,7 @@ def walk(flavour: Flavour, network: Any, decomposable: bool) -> tuple[list[str],
                     f"Attention {attention.name} is marked decomposable: it would be built unfused without a word.",
                     "Export the bundle again.",
                 )
-            if not flavour.masks(attention):
+            if not flavour.masks(attention, square):
                 raise InputError(
                     f"Attention {attention.name} has no mask: it would see the wrong slots of the cache.",
                     "Export the bundle again.",
@@ -178,8 +197,8 @@ def _profile(builder: Any, network: Any, profile: dict[str, Any]) -> Any:
     for i in range(network.num_inputs):
         tensor = network.get_input(i)
         shapes = []
-        for batch, sequence in zip(profile["batch"], profile["sequence"], strict=True):
-            leading = {"input_ids": (batch, sequence), "past_lengths": (batch,), "logit_positions": (batch, 1)}
+        for batch, sequence, logits in zip(profile["batch"], profile["sequence"], profile["logits"], strict=True):
+            leading = {"input_ids": (batch, sequence), "past_lengths": (batch,), "logit_positions": (batch, logits)}
             shapes.append(leading.get(tensor.name, (batch, *tuple(tensor.shape)[1:])))
         result.set_shape(tensor.name, *shapes)
     return result
@@ -197,13 +216,27 @@ def _tidy(text: str) -> str:
 
 
 _LESS = "Give the builder more memory, or lower --max-batch and --prompt-bucket."
+# What errors of the parser and the builder are known to mean: a pattern, and what to do.
+_CURES = (
+    (r"dedicated kernel", "Build in fp16 or bf16, with a smaller --capacity, or with --allow-decomposed."),
+    (r"softcap", "Run this bundle on ONNX Runtime, or give --allow-decomposed."),
+    (
+        r"no importer registered|unsupported operator|no op(?:erator)? registered",
+        "Install a newer TensorRT: this one does not know that operator.",
+    ),
+    (r"memory|bad_alloc", _LESS),
+    (
+        r"external|weights file|failed to open|could not open",
+        "Run `tformer-deploy inspect` on the bundle: it verifies its files.",
+    ),
+    (r"compute capability|\bsm_?\d\d", "Leave --target out, or name the GPUs that this TensorRT supports."),
+)
 
 
 def _cure(error: str) -> str:
-    if "dedicated kernel" in error:
-        return "Build in fp16 or bf16, or with a smaller --capacity."
-    if "memory" in error.lower():
-        return _LESS
+    for pattern, cure in _CURES:
+        if re.search(pattern, error, re.IGNORECASE):
+            return cure
     return "Run `tformer-deploy check` on the bundle; report what it and this command print."
 
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--flavour", type=click.Choice(["auto", "rtx", "tensorrt"]), default="auto", show_default=True)
 @click.option(
-    "--layout", type=click.Choice(["shared"]), default="shared", show_default=True, help="shared: one plan for both phases."
-)
+    "--layout", type=click.Choice(["shared", "split", "decode"]), default="shared", show_default=True,
+    help="shared: one plan for both phases, weights once; split: a plan a phase; decode: only the plan that decodes.",
+)  # fmt: skip
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
@@ -39,21 +40,36 @@ if TYPE_CHECKING:
 @click.option(
     "--prompt-bucket", "buckets", type=click.IntRange(2), multiple=True, help="Largest prompt of a prefill profile; repeatable."
 )
+@click.option(
+    "--prompt-buckets-from", "buckets_from", type=click.Path(path_type=Path), default=None,
+    help="Derive them from a file: a prompt length a line, or JSON lines with prompt_tokens, length or input_ids.",
+)  # fmt: skip
 @click.option("--target", "targets", multiple=True, help="Compute capability, for instance 8.9 (rtx only); repeatable.")
+@click.option(
+    "--allow-decomposed",
+    is_flag=True,
+    help="Build attention that cannot fuse from its parts: slow, loud, recorded in the engine.",
+)
+@click.option(
+    "--range-scan", type=click.Path(path_type=Path), default=None,
+    help="A text or JSONL file of real prompts: name the values inside the model that overflow fp16 on them.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace an engine of the same name.")
 @click.option("--json", "as_json", is_flag=True, help="Print the engine's record as one JSON object.")
 def command(
     bundle: Path, flavour: str, layout: str, dtype: DType | None, capacity: int | None, max_batch: int, buckets: tuple[int, ...],
-    targets: tuple[str, ...], force: bool, as_json: bool,
+    buckets_from: Path | None, targets: tuple[str, ...], allow_decomposed: bool, range_scan: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile BUNDLE: a decode profile for one new token a row, and a prefill profile for each prompt bucket.
 
-    The engine is kept only when every attention of every profile became a fused kernel.
+    What will fuse and what the engine costs is said before the builder starts. The engine is kept only when every attention of
+    every profile became a fused kernel, proven in two ways, or was allowed not to.
     """
     with _Bar() as bar:
         built: Any = api.build_engine(
             bundle, flavour=flavour, layout=layout, dtype=dtype, capacity=capacity, max_batch=max_batch, prompt_buckets=buckets,
-            targets=targets, force=force, on_progress=bar.update,
+            prompt_buckets_from=buckets_from, targets=targets, allow_decomposed=allow_decomposed, range_scan=range_scan,
+            force=force, on_note=bar.note, on_progress=bar.update,
         )  # fmt: skip
     if as_json:
         figures = {"path": str(built.path), "build_s": built.build_s, "peak_mib": built.peak_mib}
@@ -64,17 +80,21 @@ def command(
 
 def _render(built: Any, console: Console) -> None:
     record = built.record
+    first, *second = record.ways
     table = Table(
-        "profile", "rows", "new tokens a row", "fused attention (plan)", "fused attention (log)",
-        title=f"{record.flavour} {record.version}, {record.dtype}, capacity {record.capacity}", title_justify="left",
+        "plan", "profile", "rows", "new tokens a row", f"fused attention ({first})", *(f"fused attention ({way})" for way in second),
+        title=f"{record.flavour} {record.version}, layout {record.layout}, {record.dtype}, capacity {record.capacity}",
+        title_justify="left",
     )  # fmt: skip
-    for p in record.profiles:
-        table.add_row(p.name, _range(p.batch), _range(p.sequence), _kernels(p.plan_kernels), _kernels(p.log_kernels))
+    for plan in record.plans:
+        for p in plan.profiles:
+            ways = [_kernels(p.plan_kernels, p.decomposed), *[_kernels(p.log_kernels, p.decomposed) for _ in second]]
+            table.add_row(plan.file, p.name, _range(p.batch), _range(p.sequence), *ways)
     console.print(f"{built.path}", soft_wrap=True, highlight=False, markup=False)
     console.print(table)
     console.print(f"GPUs: compute capability {', '.join(record.compute_capabilities)}", highlight=False)
     console.print(
-        f"{record.plan.size / 2**20:.1f} MiB, built in {built.build_s:.1f} s, builder's peak {built.peak_mib:,.0f} MiB",
+        f"{record.size / 2**20:.1f} MiB, built in {built.build_s:.1f} s, builder's peak {built.peak_mib:,.0f} MiB",
         highlight=False,
     )
     if record.graph is not None:
@@ -83,7 +103,12 @@ def _render(built: Any, console: Console) -> None:
         )
         for note in record.graph.notes:
             console.print(f"Note: {note}", highlight=False, markup=False)
-    console.print(f"Built, {record.attentions} fused attentions proven in each profile, not executed: no GPU ran it.")
+    if record.unfused:
+        console.print("[bold red]Built with attention that is NOT fused[/bold red], not executed: no GPU ran it.")
+        for profile, layers in record.unfused.items():
+            console.print(f"NOT FUSED in {profile}: {', '.join(layers)}", highlight=False, markup=False)
+    else:
+        console.print(f"Built, {record.attentions} fused attentions proven in each profile, not executed: no GPU ran it.")
 
 
 def _range(values: tuple[int, int, int]) -> str:
@@ -91,8 +116,9 @@ def _range(values: tuple[int, int, int]) -> str:
     return str(low) if low == high else f"{low} … {high}"
 
 
-def _kernels(counts: dict[str, int]) -> str:
-    return ", ".join(f"{n} × {kernel}" for kernel, n in counts.items())
+def _kernels(counts: dict[str, int], decomposed: tuple[str, ...]) -> str:
+    fused = [f"{n} × {kernel}" for kernel, n in counts.items()]
+    return ", ".join([*fused, f"{len(decomposed)} NOT FUSED"] if decomposed else fused)
 
 
 class _Bar:
@@ -113,6 +139,10 @@ class _Bar:
     def __exit__(self, *exc: object) -> None:
         if self.console.is_terminal:
             self.progress.stop()
+
+    def note(self, note: str) -> None:
+        """A line above the bar."""
+        self.console.print(note, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, phase: str, done: float) -> None:
         """Shows the phase, and the fraction of the engine that is done; off a terminal, a line a tenth."""

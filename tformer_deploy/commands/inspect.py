@@ -146,4 +146,17 @@ def _without_later_layers(signatures: list[dict[str, Any]]) -> list[dict[str, An
 
 
 def _render_engine(engine: dict[str, Any], console: Console) -> None:
-    console.print(f"engine {engine['flavour']} {engine['version']}: {engine['summary']}", highlight=False)
+    record = engine["record"]
+    if record is None or engine["fault"] is not None:
+        console.print(f"engine {engine['folder']}: {engine['summary']}", highlight=False, markup=False)
+        return
+    console.print(f"engine {engine['flavour']} {engine['version']}: {engine['summary']}", highlight=False, markup=False)
+    table = Table(
+        "plan", "profile", "rows", "new tokens a row", "logits a row", "fused attention", "not fused", title_justify="left"
+    )
+    for plan in record["plans"]:
+        for p in plan["profiles"]:
+            fused = ", ".join(f"{n} × {kernel}" for kernel, n in p["plan_kernels"].items()) or "none"
+            ranges = ["–".join(map(str, dict.fromkeys((low, high)))) for low, _, high in (p["batch"], p["sequence"], p["logits"])]
+            table.add_row(plan["file"], p["name"], *ranges, fused, ", ".join(p["decomposed"]) or "none")
+    console.print(table)

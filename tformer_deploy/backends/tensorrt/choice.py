@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tformer_deploy.backends.tensorrt.records import plans_of
-from tformer_deploy.bundle.engines import ENGINES, FLAVOURS, list_engines
+from tformer_deploy.bundle.engine_record import FLAVOURS
+from tformer_deploy.bundle.engines import ENGINES, list_engines
 from tformer_deploy.errors import CapabilityError, InputError, UsageError
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ def rebuild(bundle: Bundle) -> str:
 def _rank(record: EngineRecord) -> tuple[object, ...]:
     # RTX before full TensorRT: it is made for the GPUs that it takes at all.
     made_for = len(record.compute_capabilities), FLAVOURS.index(record.flavour)
-    return (*made_for, -record.capacity, -record.max_batch, len(plans_of(record)), record.name)
+    # One that only decodes runs a prompt token by token; among the others two plans are a little faster than one.
+    layout = record.layout == "decode", -len(plans_of(record))
+    return (*made_for, layout[0], -record.capacity, -record.max_batch, layout[1], record.name)
 
 
 def _unfit(record: EngineRecord, versions: dict[str, str], capability: str | None) -> str | None:

@@ -13,9 +13,8 @@ from tformer_deploy.errors import CapabilityError, InputError
 if TYPE_CHECKING:
     from tformer_deploy.backends.cuda import Gpu
     from tformer_deploy.backends.tensorrt.package import RuntimePackage
-    from tformer_deploy.backends.tensorrt.records import StoredPlan
     from tformer_deploy.backends.tensorrt.runtime_cache import RuntimeCacheFile
-    from tformer_deploy.bundle.engines import EngineProfile, EngineRecord
+    from tformer_deploy.bundle.engines import EnginePlan, EngineProfile, EngineRecord
     from tformer_deploy.config import ModelConfig
 
 # TensorRT's name of each dtype of the signature.
@@ -54,7 +53,7 @@ class LoadedPlan:
     """
 
     def __init__(
-        self, package: RuntimePackage, number: int, stored: StoredPlan, data: bytes, expected: Expected, gpu: Gpu,
+        self, package: RuntimePackage, number: int, stored: EnginePlan, data: bytes, expected: Expected, gpu: Gpu,
         cache_file: RuntimeCacheFile | None,
     ) -> None:  # fmt: skip
         self._package, self._cache_file = package, cache_file
@@ -63,7 +62,7 @@ class LoadedPlan:
         self._config: Any = None
         self._runtime_cache: Any = None
         names = _io_names(self._engine)
-        _require_signature(package, self._engine, names, expected, stored.file)
+        _require_signature(package, self._engine, names, expected, stored)
         self.inputs = tuple(n for n in (INPUT_IDS, PAST_LENGTHS, LOGIT_POSITIONS) if n in names)
         self.profiles = _profiles(self._engine, number, stored, PAST_LENGTHS in names)
         answer = getattr(self._engine, "get_aliased_input_tensor", None)
@@ -144,15 +143,18 @@ def _io_names(engine: Any) -> list[str]:
     return [str(engine.get_tensor_name(i)) for i in range(engine.num_io_tensors)]
 
 
-def _require_signature(package: RuntimePackage, engine: Any, names: list[str], expected: Expected, file: str) -> None:
+def _require_signature(package: RuntimePackage, engine: Any, names: list[str], expected: Expected, stored: EnginePlan) -> None:
     """Names, directions, dtypes and fixed dims; an address that is too short for a tensor would be written past its end."""
     trt, record, config = package.module, expected.record, expected.config
+    file, graph = stored.file, stored.graph
     inputs, outputs = graph_inputs(config, dtype_of(record), "decode"), graph_outputs(config, dtype_of(record))
     known = {t.name for t in (*inputs, *outputs)}
-    missing = known - set(names) - {PAST_LENGTHS}  # a plan of the prefill graph has none
+    if graph == "prefill":
+        known -= {PAST_LENGTHS}
+    missing = known - set(names)
     if missing or set(names) - known:
         raise InputError(
-            f"{file} lacks {sorted(missing)} and has {sorted(set(names) - known)}; expected the decode graph's.", REBUILD
+            f"{file} lacks {sorted(missing)} and has {sorted(set(names) - known)}; expected those of the {graph} graph.", REBUILD
         )
     for tensors, mode in ((inputs, trt.TensorIOMode.INPUT), (outputs, trt.TensorIOMode.OUTPUT)):
         for tensor in [t for t in tensors if t.name in names]:
@@ -169,7 +171,7 @@ def _require_signature(package: RuntimePackage, engine: Any, names: list[str], e
                 raise InputError(f"{file}: {tensor.name} lies in host memory; expected device memory.", REBUILD)
 
 
-def _profiles(engine: Any, number: int, stored: StoredPlan, takes_past: bool) -> tuple[ProfileShape, ...]:
+def _profiles(engine: Any, number: int, stored: EnginePlan, takes_past: bool) -> tuple[ProfileShape, ...]:
     if engine.num_optimization_profiles != len(stored.profiles):
         raise InputError(
             f"{stored.file} has {engine.num_optimization_profiles} profiles; its record names {len(stored.profiles)}.", REBUILD
@@ -179,12 +181,13 @@ def _profiles(engine: Any, number: int, stored: StoredPlan, takes_past: bool) ->
 
 def _profile(engine: Any, number: int, index: int, named: EngineProfile, file: str, takes_past: bool) -> ProfileShape:
     low, _, high = (tuple(dims) for dims in engine.get_tensor_profile_shape(INPUT_IDS, index))
-    _, _, most = (tuple(dims) for dims in engine.get_tensor_profile_shape(LOGIT_POSITIONS, index))
+    fewest, _, most = (tuple(dims) for dims in engine.get_tensor_profile_shape(LOGIT_POSITIONS, index))
     record = ((named.batch[0], named.sequence[0]), (named.batch[2], named.sequence[2]))
-    if (low, high) != record or low[0] != 1:
+    logits = (int(fewest[1]), int(most[1]))
+    if (low, high) != record or low[0] != 1 or logits != (1, named.logits[2]):
         raise InputError(
             f"{file}: profile {named.name} takes {list(low)} to {list(high)} rows and tokens; its record says {list(record[0])} to "
-            f"{list(record[1])}, and one row must do.",
+            f"{list(record[1])} and {named.logits[2]} logits, and one row and one of its logits must do; there are {list(logits)}.",
             REBUILD,
         )
     return ProfileShape(number, index, named.name, int(high[0]), (int(low[1]), int(high[1])), int(most[1]), takes_past)

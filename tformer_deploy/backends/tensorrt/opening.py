@@ -84,6 +84,8 @@ def _notes(bundle: Bundle, choice: Choice, package: RuntimePackage, gpu: cuda.Gp
         notes.append(
             f"A row holds at most {record.capacity} tokens, the engine's capacity; the bundle's max_length is {manifest.max_length}."
         )
+    if record.unfused:
+        notes.append(f"Not all of its attention is fused: {record.proof}.")
     if not told:
         notes.append("This TensorRT does not say which buffers are shared; past and present caches are paired by their names.")
     return tuple(notes)

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from tformer_deploy.bundle.engines import PLAN, SIDECAR
+from tformer_deploy.bundle.engines import SIDECAR
 from tformer_deploy.errors import InputError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tformer_deploy.bundle.engines import EngineProfile, EngineRecord
+    from tformer_deploy.bundle.engines import EnginePlan, EngineRecord
     from tformer_deploy.config import DType
 
 
-@dataclass(frozen=True)
-class StoredPlan:
-    """One plan file of an engine, as its record names it; profiles in the plan's order."""
-
-    file: str
-    sha256: str
-    size: int
-    profiles: tuple[EngineProfile, ...]
-
-
-def plans_of(record: EngineRecord) -> tuple[StoredPlan, ...]:
+def plans_of(record: EngineRecord) -> tuple[EnginePlan, ...]:
     """Every plan of an engine."""
-    return (StoredPlan(PLAN, record.plan.sha256, record.plan.size, record.profiles),)
+    return record.plans
 
 
 def dtype_of(record: EngineRecord) -> DType:
@@ -36,7 +25,7 @@ def dtype_of(record: EngineRecord) -> DType:
     return cast("DType", record.dtype)
 
 
-def read_plan(folder: Path, plan: StoredPlan, rebuild: str) -> bytes:
+def read_plan(folder: Path, plan: EnginePlan, rebuild: str) -> bytes:
     """The bytes of a plan, whose hash is the record's: what was hashed is what a runtime is given.
 
     Raises:
