@@ -200,7 +200,7 @@ def test_sweep_when_run_then_warms_up_before_limits_exist_and_interleaves_points
     FixedProbe.session = session
     monkeypatch.setattr(sweep, "LimitProbe", FixedProbe)
     wanted = sweep.points([1, 2], [4], 2, None, 256)
-    done = sweep.run_sweep(session, wanted, 2, 1000, 3, lambda _: None)
+    done = sweep.run_sweep(session, wanted, 2, 1000, 3, True, lambda _: None)
     order = [call[1] if call[0] == "prefill" else call[0] for call in session.calls if call[0] != "decode"]
     assert order == [1, 2, "probe made", "limits", 1, "limits", 2, "limits", 1, "limits", 2]
     assert ("probe made", 3) in session.calls
@@ -210,10 +210,9 @@ def test_sweep_when_run_then_warms_up_before_limits_exist_and_interleaves_points
 
 def test_sweep_when_the_backend_is_no_processor_then_measures_no_limits_and_says_so(monkeypatch):
     session = CountingSession()
-    session.backend.name = "tensorrt"
     FixedProbe.session = session
     monkeypatch.setattr(sweep, "LimitProbe", FixedProbe)
-    done = sweep.run_sweep(session, [Point(1, 4, 2)], 1, 1000, None, lambda _: None)
+    done = sweep.run_sweep(session, [Point(1, 4, 2)], 1, 1000, None, False, lambda _: None)
     assert done.limits is None
     assert done.results[0].figures.read_utilisation is None
     assert "processors only" in done.notes[0]

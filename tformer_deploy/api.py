@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tformer_deploy.backends.cpu.opening import ProfileName
+    from tformer_deploy.backends.providers import ProviderName
     from tformer_deploy.bundle.quantization import Kind, Whole
     from tformer_deploy.config import DType, ModelConfig
     from tformer_deploy.generation import Tokenizer
@@ -133,6 +134,9 @@ def check(
     text: str | Path | None = None,
     bisect: bool = False,
     profile: ProfileName = "portable",
+    backend: str = "onnxruntime",
+    provider: ProviderName = "cpu",
+    engine: str | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Compares a bundle with the checkpoint that it came from; ``report.passed`` says whether it holds.
@@ -144,16 +148,21 @@ def check(
         text: A UTF-8 file, on the beginning of which perplexity is compared too.
         bisect: Look for the first layer in which a graph and the reference part.
         profile: ``portable``, ``cpu`` or ``auto``; see ``backends.open_backend``.
+        backend: ``onnxruntime`` or ``tensorrt``; only what was executed is compared.
+        provider: Where ONNX Runtime runs.
+        engine: Name of the engine (tensorrt).
         on_progress: Called with a few words at the start of each part.
 
     Raises:
+        CapabilityError: What was asked for is not here.
         InputError: The bundle, the checkpoint or the text cannot be read, or the bundle has no tokenizer for the text.
     """
     check_bundle = load("tformer_deploy.parity.check", "export").check_bundle
     ids = None if text is None else (str(text), _ids_of_text(bundle_path, Path(text)))
     report: Report = check_bundle(
-        bundle_path, checkpoint_path, suite=suite, on_progress=on_progress, text=ids, find_layer=bisect, profile=profile
-    )
+        bundle_path, checkpoint_path, suite=suite, on_progress=on_progress, text=ids, find_layer=bisect, profile=profile,
+        backend=backend, provider=provider, engine=engine,
+    )  # fmt: skip
     return report
 
 

@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from tformer_deploy.backends.providers import (
+    PROVIDERS,
+    RECORD_PLACES,
+    ProviderCache,
+    placement_note,
+    require_active,
+    require_available,
+)
 from tformer_deploy.bundle.signature import LOGITS, cache_names
 from tformer_deploy.errors import CapabilityError, InputError, ResourceError, TformerError
 
@@ -17,12 +25,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tformer_deploy.backends.providers import ProviderName
     from tformer_deploy.config import ModelConfig
 
 # Recent wheels write telemetry files under the home folder when they are imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-PROVIDER = "CPUExecutionProvider"
+PROVIDER = PROVIDERS["cpu"]
 _FLOOR = (1, 25)  # the first release whose CPU provider has TensorScatter
 _ERRORS_ONLY = 3
 # Quantised weights are multiplied with rows rounded to int8: the level of MatMulNBits that is fast. Its exact ones are not.
@@ -86,6 +95,12 @@ class OnnxRuntimeCache:
         """Replaces one layer's key and value."""
         self.arrays[2 * layer][:], self.arrays[2 * layer + 1][:] = key, value
 
+    def bind(self, binding: Any, past: Sequence[str], present: Sequence[str]) -> None:
+        """The same buffer is past and present."""
+        for name, out, value in zip(past, present, self.values, strict=True):
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(out, value)
+
     def rows(self, start: int, stop: int) -> Self:
         """A view of some rows; leading rows of a contiguous array are contiguous themselves."""
         return type(self)([a[start:stop] for a in self.arrays])
@@ -129,18 +144,24 @@ class LoadedGraph:
         optimised: False runs the graph as it is written, node by node.
         dequantised: True turns quantised weights into float32 when the graph is loaded; what runs is then exact.
         instead: A serialised graph that is loaded in the file's place.
+        provider: Which execution provider; another one never runs in its place.
+
+    Attributes:
+        note: What the provider left to the CPU; None where nothing.
 
     Raises:
+        CapabilityError: The provider is not here, or does not start.
         InputError: The runtime cannot load it.
         ResourceError: Memory ran out.
     """
 
     def __init__(
         self, path: Path, config: ModelConfig, threads: int | None = None, optimised: bool = True, dequantised: bool = False,
-        instead: bytes | None = None,
+        instead: bytes | None = None, provider: ProviderName = "cpu",
     ) -> None:  # fmt: skip
-        self.path, self.config = path, config
+        self.path, self.config, self._provider = path, config, provider
         self._runtime = import_runtime()
+        providers = require_available(self._runtime, provider)
         options = self._runtime.SessionOptions()
         options.log_severity_level = _ERRORS_ONLY
         if threads is not None:
@@ -153,18 +174,22 @@ class LoadedGraph:
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         if instead is not None:
             options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
+        if provider != "cpu":
+            options.add_session_config_entry(RECORD_PLACES, "1")
         try:
-            self._session = self._runtime.InferenceSession(instead or str(path), options, providers=[PROVIDER])
+            self._session = self._runtime.InferenceSession(instead or str(path), options, providers=providers)
         except Exception as e:
             reason = str(e).strip().splitlines()[0]
             if "alloc" in reason:
                 hint = "Use a machine with more memory, or a smaller dtype."
                 raise ResourceError(f"ONNX Runtime ran out of memory loading {path}: {reason}", hint) from e
             raise InputError(f"ONNX Runtime {self._runtime.__version__} cannot load {path}: {reason}", _HINT) from e
+        require_active(self._session, provider)
+        self.note = placement_note(self._session, path.stem, provider)
         self._past = cache_names(config.n_layers, "past_key_values")
         self._present = cache_names(config.n_layers, "present")
 
-    def run(self, inputs: dict[str, NDArray[np.int64]], cache: OnnxRuntimeCache) -> NDArray[np.float32]:
+    def run(self, inputs: dict[str, NDArray[np.int64]], cache: OnnxRuntimeCache | ProviderCache) -> NDArray[np.float32]:
         """Runs the graph on a cache, which it updates in place → logits [B, N, V].
 
         Raises:
@@ -173,7 +198,11 @@ class LoadedGraph:
         """
         shape = next(iter(inputs.values())).shape
         try:
-            if shape[1] == 1 and all(array.shape[1:] in ((), (1,)) for array in inputs.values()):
+            if (
+                isinstance(cache, OnnxRuntimeCache)
+                and shape[1] == 1
+                and all(array.shape[1:] in ((), (1,)) for array in inputs.values())
+            ):
                 return self._step(inputs, cache)
             binding = self.bound(cache)
             for name, array in inputs.items():
@@ -186,12 +215,10 @@ class LoadedGraph:
             raise self._failure(e, shape, cache) from e
         return logits
 
-    def bound(self, cache: OnnxRuntimeCache) -> Any:
+    def bound(self, cache: OnnxRuntimeCache | ProviderCache) -> Any:
         """A binding of the caches alone. The same buffer is past and present: the graph then writes in place."""
         binding = self._session.io_binding()
-        for past, present, value in zip(self._past, self._present, cache.values, strict=True):
-            binding.bind_ortvalue_input(past, value)
-            binding.bind_ortvalue_output(present, value)
+        cache.bind(binding, self._past, self._present)
         return binding
 
     def _step(self, inputs: dict[str, NDArray[np.int64]], cache: OnnxRuntimeCache) -> NDArray[np.float32]:
@@ -203,7 +230,7 @@ class LoadedGraph:
         self._session.run_with_iobinding(step.binding)
         return step.logits.copy()
 
-    def _failure(self, error: Exception, shape: tuple[int, ...], cache: OnnxRuntimeCache) -> TformerError:
+    def _failure(self, error: Exception, shape: tuple[int, ...], cache: OnnxRuntimeCache | ProviderCache) -> TformerError:
         reason = str(error).strip().splitlines()[0]
         place = f"{self.path.stem} of {shape[0]} rows, {shape[1]} tokens each, capacity {cache.capacity}"
         if "alloc" in reason or isinstance(error, MemoryError):

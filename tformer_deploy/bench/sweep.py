@@ -75,7 +75,13 @@ def points(batches: Sequence[int], lengths: Sequence[int], new_tokens: int, capa
 
 
 def run_sweep(
-    session: Session, wanted: Sequence[Point], repeats: int, weights: int, threads: int | None, on_run: Callable[[str], None]
+    session: Session,
+    wanted: Sequence[Point],
+    repeats: int,
+    weights: int,
+    threads: int | None,
+    on_cpu: bool,
+    on_run: Callable[[str], None],
 ) -> Sweep:
     """One round to warm up, in which memory is read, then ``repeats`` rounds: the limits and a run of each point in turn.
 
@@ -85,6 +91,7 @@ def run_sweep(
         repeats: Rounds.
         weights: Bytes of weights that a decode step reads.
         threads: Of the runtime; its default where None.
+        on_cpu: Whether the CPU runs it, whose limits can be measured.
         on_run: Called with a few words before each run.
     """
     config, random = session.backend.config, np.random.default_rng(0)
@@ -96,7 +103,6 @@ def run_sweep(
         measure(session, ids, point)
         memory.append((peak_mib(), proportional_mib()))
     # Made only now: its arrays are no part of what the model needs.
-    on_cpu = session.backend.name != "tensorrt"
     probe = LimitProbe(threads) if on_cpu else None
     runs: list[list[Run]] = [[] for _ in wanted]
     samples: list[list[Limits | None]] = [[] for _ in wanted]

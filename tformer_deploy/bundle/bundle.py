@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tformer_deploy.backends.cpu.opening import ProfileName
+    from tformer_deploy.backends.providers import ProviderName
     from tformer_deploy.backends.session import Session
 
 NUMPY_DTYPES: dict[str, Any] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "int8": np.int8}
@@ -70,11 +71,14 @@ class Bundle:
         """The bytes of a file that came with the checkpoint, for instance ``tokenizer.json``; None where there is none."""
         return (self.path / name).read_bytes() if name in self.manifest.files else None
 
-    def session(self, backend: str = "onnxruntime", threads: int | None = None, profile: ProfileName = "auto") -> Session:
+    def session(
+        self, backend: str = "onnxruntime", threads: int | None = None, profile: ProfileName = "auto", provider: ProviderName = "cpu",
+        engine: str | None = None,
+    ) -> Session:  # fmt: skip
         """Loads the graphs on a backend: ``onnxruntime``, ``torch`` or ``tensorrt``; see ``backends.open_backend``."""
         from tformer_deploy.backends import open_session
 
-        return open_session(self, backend=backend, threads=threads, profile=profile)
+        return open_session(self, backend=backend, threads=threads, profile=profile, provider=provider, engine=engine)
 
 
 def _unpacked(data: bytes, count: int) -> NDArray[np.int8]:

@@ -15,15 +15,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tformer_deploy.backends import BACKENDS, open_session
+from tformer_deploy.backends import open_session, require_consistent
 from tformer_deploy.backends.cpu.opening import ProfileName
 from tformer_deploy.bench.memory import peak_mib
 from tformer_deploy.bench.plot import import_figure, save_plot
 from tformer_deploy.bench.sweep import as_json, points, run_sweep
 from tformer_deploy.bench.work import weight_bytes
 from tformer_deploy.bundle import open_bundle
+from tformer_deploy.commands.options import place_options
 
 if TYPE_CHECKING:
+    from tformer_deploy.backends.providers import ProviderName
     from tformer_deploy.bench.sweep import Sweep
 
 _COLUMNS = {
@@ -53,7 +55,7 @@ _COLUMNS = {
 @click.option("--new-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens decoded after each prompt.")
 @click.option("--capacity", type=click.IntRange(1), default=None, help="Room for this many tokens a row from the start.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured rounds after a warm-up.")
-@click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True)
+@place_options
 @click.option(
     "--profile",
     type=click.Choice(get_args(ProfileName)),
@@ -66,7 +68,7 @@ _COLUMNS = {
 @click.option("--json", "as_json_only", is_flag=True, help="Print the JSON line alone.")
 def command(
     bundle: Path, lengths: tuple[int, ...], batches: tuple[int, ...], new_tokens: int, capacity: int | None, repeats: int,
-    backend: str, profile: ProfileName, threads: int | None, plot: Path | None, as_json_only: bool,
+    backend: str, provider: ProviderName, engine: str | None, profile: ProfileName, threads: int | None, plot: Path | None, as_json_only: bool,
 ) -> None:  # fmt: skip
     """Measure time to first token, time per token, memory and utilisation on random token ids.
 
@@ -77,15 +79,19 @@ def command(
     if plot is not None:
         import_figure()  # says now, and not after minutes, that it is missing
     started = time.perf_counter()
+    require_consistent(backend, profile, provider, engine)
     opened = open_bundle(bundle)
-    wanted = points(batches, lengths, new_tokens, capacity, opened.manifest.max_length)
-    session = open_session(opened, backend=backend, threads=threads, profile=profile)
+    points(batches, lengths, new_tokens, capacity, opened.manifest.max_length)  # refused before anything is loaded
+    session = open_session(opened, backend=backend, threads=threads, profile=profile, provider=provider, engine=engine)
+    wanted = points(batches, lengths, new_tokens, capacity, session.backend.max_length)
     session.prefill([[0] * min(32, wanted[0].prompt_length)]).argmax(-1)
     opened_ms, loaded_mib = (time.perf_counter() - started) * 1e3, peak_mib()
+    on_cpu = backend != "tensorrt" and provider == "cpu"
     weights = weight_bytes(opened.manifest, session.backend.dtype)
     log = Console(stderr=True, quiet=as_json_only)
-    sweep = run_sweep(session, wanted, repeats, weights, threads, lambda words: log.print(words, style="dim"))
-    title = f"{bundle.name}: {opened.manifest.dtype}, {backend}, profile {profile}, threads {threads or 'default'}"
+    sweep = run_sweep(session, wanted, repeats, weights, threads, on_cpu, lambda words: log.print(words, style="dim"))
+    place = f"profile {profile}, threads {threads or 'default'}" if on_cpu else " ".join(session.backend.notes[:1])
+    title = f"{bundle.name}: {session.backend.dtype}, {backend}, {place}"
     if not as_json_only:
         _print(sweep, title)
     if plot is not None:
@@ -99,6 +105,7 @@ def command(
         "notes": list(sweep.notes),
         "bundle": bundle.name,
         "backend": backend,
+        "provider": provider if backend == "onnxruntime" else None,
         "profile": profile,
         "dtype": opened.manifest.dtype,
         "threads": threads,
@@ -130,7 +137,7 @@ def _text(name: str, value: object) -> str:
 def versions() -> dict[str, str]:
     """What ran, so that a figure can be compared."""
     found = {"tformer-deploy": version("tformer-deploy"), "python": platform.python_version(), "numpy": np.__version__}
-    for name in ("onnxruntime", "onnxruntime-gpu", "torch"):
+    for name in ("onnxruntime", "onnxruntime-gpu", "torch", "tensorrt", "tensorrt-rtx"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

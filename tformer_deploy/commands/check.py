@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from tformer_deploy import api
-from tformer_deploy.backends import PROFILES
+from tformer_deploy.backends import PROFILES, PROVIDERS, require_consistent
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.verify import REPORTS
 from tformer_deploy.bundle.writer import replace_file
@@ -24,8 +24,10 @@ from tformer_deploy.parity.report_file import read_report
 
 if TYPE_CHECKING:
     from tformer_deploy.backends.cpu.opening import ProfileName
+    from tformer_deploy.backends.providers import ProviderName
     from tformer_deploy.parity.plan import Suite
 
+_DEFAULT = ("onnxruntime", "cpu")
 _FILE = click.Path(path_type=Path)
 
 
@@ -42,6 +44,17 @@ _FILE = click.Path(path_type=Path)
     show_default=True,
     help="Whose graphs: the bundle's, or derived for this CPU.",
 )
+@click.option(
+    "--backend",
+    type=click.Choice(["onnxruntime", "tensorrt"]),
+    default="onnxruntime",
+    show_default=True,
+    help="What runs; one that cannot run here is an error.",
+)
+@click.option("--provider", type=click.Choice(list(PROVIDERS)), default="cpu", show_default=True, help="Where ONNX Runtime runs.")
+@click.option(
+    "--engine", default=None, metavar="NAME", help="Of the bundle's engines (tensorrt); the best that fits where absent."
+)
 @click.option("--bisect", is_flag=True, help="Name the first layer in which a graph and the reference part.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with every metric, its gate and verdict.")
 @click.option("--report", type=_FILE, default=None, help="Also write the JSON to this file.")
@@ -51,7 +64,8 @@ _FILE = click.Path(path_type=Path)
     "--verify-report", type=_FILE, default=None, help="Check nothing; read this report back and require that it is of BUNDLE."
 )
 def command(
-    bundle: Path, checkpoint: Path | None, suite: Suite | None, full: bool, text: Path | None, bisect: bool, profile: ProfileName, as_json: bool,
+    bundle: Path, checkpoint: Path | None, suite: Suite | None, full: bool, text: Path | None, bisect: bool, profile: ProfileName, backend: str,
+    provider: ProviderName, engine: str | None, as_json: bool,
     report: Path | None, junit: Path | None, html: Path | None, verify_report: Path | None,
 ) -> int:  # fmt: skip
     """Compare BUNDLE with the checkpoint it was made from.
@@ -61,16 +75,18 @@ def command(
     """
     outputs = {flag: path for flag, path in (("--report", report), ("--junit", junit), ("--html", html)) if path is not None}
     if verify_report is not None:
-        if checkpoint or suite or full or text or bisect or as_json or outputs:
+        if checkpoint or suite or full or text or bisect or as_json or outputs or engine or (backend, provider) != _DEFAULT:
             raise UsageError("--verify-report goes with no other option.", "Give BUNDLE and --verify-report FILE alone.")
         return _verify(bundle, verify_report)
     if full and suite == "quick":
         raise UsageError("--full and --suite quick contradict each other.", "Give one of them.")
+    require_consistent(backend, profile, provider, engine)
     _prepare(outputs, bundle, [path for path in (checkpoint, text) if path is not None])
     # Read when torch is loaded: its threads then sleep at a barrier instead of spinning, which on busy cores takes 5 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     found = api.check(
         bundle, checkpoint, suite="full" if full else suite or "quick", text=text, bisect=bisect, profile=profile,
+        backend=backend, provider=provider, engine=engine,
         on_progress=lambda part: click.echo(f"… {part}", err=True),
     )  # fmt: skip
     content = json.dumps(found.to_json(), indent=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import dataclasses
 import importlib.util
 import json
 import os
@@ -14,6 +14,10 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+
+from tformer_deploy.backends import cuda
+from tformer_deploy.backends.tensorrt.package import installed_flavours, load_packages
+from tformer_deploy.errors import TformerError
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -61,17 +65,25 @@ def command(as_json: bool) -> None:
 
 def examine() -> dict[str, Any]:
     """Everything that doctor prints, as plain values."""
+    gpu, flavours, providers = _gpu(), _tensorrt(), _providers()
+    commands = {
+        name: {"lacks": [m for m in modules if importlib.util.find_spec(m) is None], "extra": extra}
+        for name, (modules, extra) in NEEDS.items()
+    }
+    no_gpu = [] if gpu["count"] else ["an NVIDIA GPU"]
+    no_package = [] if any(f["fault"] is None for f in flavours) else ["tensorrt_rtx or tensorrt"]
+    commands["run, generate, bench, check --backend tensorrt"] = {"lacks": no_package + no_gpu, "extra": "tensorrt-rtx"}
+    no_provider = [] if "CUDAExecutionProvider" in providers else ["CUDAExecutionProvider"]
+    commands["run, generate, bench, check --provider cuda"] = {"lacks": no_provider + no_gpu, "extra": "gpu"}
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "onnxruntime_providers": _providers(),
-        "gpu": _gpu(),
-        "commands": {
-            name: {"lacks": [m for m in modules if importlib.util.find_spec(m) is None], "extra": extra}
-            for name, (modules, extra) in NEEDS.items()
-        },
+        "onnxruntime_providers": providers,
+        "tensorrt": flavours,
+        "gpu": gpu,
+        "commands": commands,
     }
 
 
@@ -92,26 +104,24 @@ def _providers() -> list[str]:
 
 def _gpu() -> dict[str, Any]:
     """Asks NVIDIA's driver library itself, so that no CUDA package is needed."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return {"count": 0, "reason": "no NVIDIA driver (libcuda.so.1 is not there)"}
-    if code := driver.cuInit(0):
-        return {"count": 0, "reason": f"the NVIDIA driver does not start (cuInit gives {code})"}
-    count = ctypes.c_int()
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    return {"count": count.value, "devices": [_device(driver, i) for i in range(count.value)]}
+    found, _ = cuda.probe()
+    return {
+        "count": len(found.gpus),
+        "devices": [dataclasses.asdict(gpu) for gpu in found.gpus],
+        "driver_cuda": found.driver_cuda,
+        "reason": found.reason,
+    }
 
 
-def _device(driver: ctypes.CDLL, index: int) -> dict[str, Any]:
-    handle, name, value = ctypes.c_int(), ctypes.create_string_buffer(128), ctypes.c_int()
-    driver.cuDeviceGet(ctypes.byref(handle), index)
-    driver.cuDeviceGetName(name, 128, handle)
-    capability = []
-    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
-        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
-        capability.append(str(value.value))
-    return {"name": name.value.decode(errors="replace"), "compute_capability": ".".join(capability)}
+def _tensorrt() -> list[dict[str, str | None]]:
+    """Both flavours, imported: a package whose libraries do not load is not there."""
+    found: list[dict[str, str | None]] = []
+    for flavour in installed_flavours():
+        try:
+            found.append({"flavour": flavour, "version": load_packages({flavour})[flavour].version, "fault": None})
+        except TformerError as e:
+            found.append({"flavour": flavour, "version": None, "fault": e.message})
+    return found
 
 
 def _render(found: dict[str, Any], console: Console) -> None:
@@ -120,16 +130,26 @@ def _render(found: dict[str, Any], console: Console) -> None:
     for name, installed in found["packages"].items():
         packages.add_row(name, installed or "[dim]not installed[/dim]")
     console.print(packages)
-    console.print(f"ONNX Runtime providers: {', '.join(found['onnxruntime_providers']) or 'none'}")
-    gpu = found["gpu"]
-    if gpu["count"]:
-        for device in gpu["devices"]:
-            console.print(f"GPU: {device['name']}, compute capability {device['compute_capability']}")
-    else:
-        console.print(f"GPU: none; {gpu.get('reason', 'the driver lists no device')}")
+    providers, gpu = found["onnxruntime_providers"], found["gpu"]
+    on_gpu = [p for p in providers if p in ("CUDAExecutionProvider", "TensorrtExecutionProvider")]
+    console.print(f"ONNX Runtime providers: {', '.join(providers) or 'none'}; for a GPU: {', '.join(on_gpu) or 'none'}")
+    for flavour in found["tensorrt"]:
+        state = flavour["version"] or f"cannot be used: {flavour['fault']}"
+        console.print(f"TensorRT, flavour {flavour['flavour']}: {state}", highlight=False, markup=False)
+    if not found["tensorrt"]:
+        console.print("TensorRT: neither flavour is installed")
+    if gpu["driver_cuda"]:
+        console.print(f"NVIDIA driver: serves CUDA {gpu['driver_cuda']} and older", highlight=False)
+    for device in gpu["devices"]:
+        console.print(
+            f"GPU {device['index']}: {device['name']}, compute capability {device['compute_capability']}, {device['total_mib']:,} MiB",
+            highlight=False,
+        )
+    if not gpu["count"]:
+        console.print(f"GPU: none; {gpu['reason']}", highlight=False, markup=False)
     commands = Table("command", "ready", "lacks", title="Commands", title_justify="left")
     for name, state in found["commands"].items():
         lacks = ", ".join(state["lacks"])
-        cure = rf"{lacks} → pip install 'tformer-deploy\[{state['extra']}]'" if lacks else ""
+        cure = rf"{lacks} → pip install 'tformer-deploy\[{state['extra']}]'" if lacks and lacks != "an NVIDIA GPU" else lacks
         commands.add_row(name, "no" if lacks else "yes", cure)
     console.print(commands)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tformer_deploy.backends import open_session
+from tformer_deploy.backends import open_session, require_consistent
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.finite import require_finite
 from tformer_deploy.commands.options import generation_options, sampling_options, stop_strings
@@ -19,6 +19,7 @@ from tformer_deploy.generation import Generator, Request, load_tokenizer
 
 if TYPE_CHECKING:
     from tformer_deploy.backends.cpu.opening import ProfileName
+    from tformer_deploy.backends.providers import ProviderName
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -31,12 +32,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 @generation_options
 def command(
     bundle: Path, prompt: str, chat: bool, as_json: bool, max_new_tokens: int, temperature: float, top_k: int, top_p: float,
-    min_p: float, repetition_penalty: float, seed: int, prompt_lookup: int, stop: tuple[str, ...], backend: str, profile: ProfileName, threads: int | None,
+    min_p: float, repetition_penalty: float, seed: int, prompt_lookup: int, stop: tuple[str, ...], backend: str, provider: ProviderName, engine: str | None, profile: ProfileName, threads: int | None,
 ) -> None:  # fmt: skip
     """Complete PROMPT and stream the text to stdout."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows less than Unicode
     options = sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
+    require_consistent(backend, profile, provider, engine)
     opened = open_bundle(bundle)
     require_finite(opened)
     tokenizer = load_tokenizer(opened)
@@ -50,7 +52,7 @@ def command(
             "Leave that token out: the tokenizer knows more tokens than the model.",
         )
     request = Request(tuple(ids), options, max_new_tokens, stop_strings(stop), seed)
-    session = open_session(opened, backend=backend, threads=threads, profile=profile)
+    session = open_session(opened, backend=backend, threads=threads, profile=profile, provider=provider, engine=engine)
     for note in session.backend.notes:
         click.echo(f"Note: {note}", err=True)
     generator = Generator(session, tokenizer, opened.manifest.eos_token_ids, prompt_lookup)

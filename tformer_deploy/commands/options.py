@@ -6,13 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tformer_deploy.backends import BACKENDS, PROFILES
+from tformer_deploy.backends import BACKENDS, PROFILES, PROVIDERS
 from tformer_deploy.errors import UsageError
 from tformer_deploy.generation import SamplingOptions
 from tformer_deploy.generation.sampling import MAX_SEED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+PLACE_OPTIONS = [
+    click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True),
+    click.option(
+        "--provider",
+        type=click.Choice(list(PROVIDERS)),
+        default="cpu",
+        show_default=True,
+        help="Where ONNX Runtime runs; one that is not here is an error.",
+    ),
+    click.option(
+        "--engine", default=None, metavar="NAME", help="Of the bundle's engines (tensorrt); the best that fits where absent."
+    ),
+]
 
 _OPTIONS = [
     click.option("--max-new-tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate at most."),
@@ -34,7 +48,7 @@ _OPTIONS = [
         help="Guess this many tokens a step from the row itself; the completion is the same.",
     ),
     click.option("--stop", multiple=True, help="Text that ends a completion; repeatable."),
-    click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True),
+    *PLACE_OPTIONS,
     click.option(
         "--profile",
         type=click.Choice(PROFILES),
@@ -46,6 +60,13 @@ _OPTIONS = [
         "--threads", type=click.IntRange(1, 1024), default=None, help="Threads of the runtime; its default where absent."
     ),
 ]
+
+
+def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the flags that say what executes: backend, provider, engine."""
+    for option in reversed(PLACE_OPTIONS):
+        command = option(command)
+    return command
 
 
 def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tformer_deploy.backends import open_session
+from tformer_deploy.backends import open_session, require_consistent
 from tformer_deploy.batch.job import Summary, run_job
 from tformer_deploy.batch.planner import DEFAULT_EDGES
 from tformer_deploy.batch.rows import Defaults, read_rows, scan
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tformer_deploy.backends.cpu.opening import ProfileName
+    from tformer_deploy.backends.providers import ProviderName
 
 
 @click.command("run", short_help="Complete a file of prompts.")
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 def command(
     bundle: Path, prompts: Path, output: Path, max_batch: int, edges: tuple[int, ...], allow_errors: bool, force: bool, as_json: bool,
     max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float, seed: int,
-    prompt_lookup: int, stop: tuple[str, ...], backend: str, profile: ProfileName, threads: int | None,
+    prompt_lookup: int, stop: tuple[str, ...], backend: str, provider: ProviderName, engine: str | None, profile: ProfileName, threads: int | None,
 ) -> int:  # fmt: skip
     """Complete every row of PROMPTS (JSONL; - is stdin); results keep the order of the input.
 
@@ -60,6 +61,7 @@ def command(
         raise UsageError(f"The output {output} is the prompts file.", "Name another output path.")
     if str(output) != "-" and bundle.resolve() in output.resolve().parents:
         raise UsageError(f"The output {output} lies in the bundle.", "Name a path outside the bundle.")
+    require_consistent(backend, profile, provider, engine)
     opened = open_bundle(bundle)
     require_finite(opened)
     sink = OrderedFile(output, force)
@@ -71,11 +73,12 @@ def command(
         file.seek(0)
         if found.unknown:
             click.echo(f"Note: no row has the fields {', '.join(map(ascii, found.unknown))}; they are ignored.", err=True)
-        session = open_session(opened, backend=backend, threads=threads, profile=profile)
+        session = open_session(opened, backend=backend, threads=threads, profile=profile, provider=provider, engine=engine)
         for note in session.backend.notes:
             click.echo(f"Note: {note}", err=True)
         generator = Generator(session, tokenizer, manifest.eos_token_ids, prompt_lookup)
-        rows = read_rows(file, manifest.config, manifest.max_length, tokenizer, defaults)
+        # An engine may hold shorter rows than the bundle; longer ones then are error rows.
+        rows = read_rows(file, manifest.config, session.backend.max_length, tokenizer, defaults)
         with sink, _progress(found.rows) as step:
             summary = run_job(rows, generator, sink, max_batch, tuple(sorted(set(edges))) or DEFAULT_EDGES, step)
     if prompt_lookup:

@@ -10,18 +10,19 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from tformer_deploy.backends import open_backend
 from tformer_deploy.backends.cpu.opening import open_cpu
 from tformer_deploy.backends.onnxruntime import OnnxRuntimeBackend
 from tformer_deploy.backends.torch import bundle_backend
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.checkpoints import Checkpoint, open_checkpoint
-from tformer_deploy.errors import InputError, ResourceError, TformerError
+from tformer_deploy.errors import InputError, ResourceError, TformerError, UsageError
 from tformer_deploy.parity.bisect import bisect
 from tformer_deploy.parity.candidate import Candidate
 from tformer_deploy.parity.comparisons import compare
@@ -41,12 +42,15 @@ from tformer_deploy.reference import Decoder
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tformer_deploy.backends.base import Backend
     from tformer_deploy.backends.cpu.opening import ProfileName
-    from tformer_deploy.config import ModelConfig
+    from tformer_deploy.backends.providers import ProviderName
+    from tformer_deploy.config import DType, ModelConfig
     from tformer_deploy.parity.bisection import Bisection
     from tformer_deploy.parity.oracle import Oracle
 
-_VERSIONED = ("tformer-deploy", "torch", "onnx", "onnxruntime", "numpy")
+_VERSIONED = ("tformer-deploy", "torch", "onnx", "numpy")
+_RUNTIMES = {"onnxruntime": ("onnxruntime", "onnxruntime-gpu"), "tensorrt": ("tensorrt", "tensorrt-rtx")}
 
 
 @dataclass
@@ -67,8 +71,11 @@ def check_bundle(
     text: tuple[str, Sequence[int]] | None = None,
     find_layer: bool = False,
     profile: ProfileName = "portable",
+    backend: str = "onnxruntime",
+    provider: ProviderName = "cpu",
+    engine: str | None = None,
 ) -> Report:
-    """Compares every tensor exactly, then values on ONNX Runtime against the PyTorch reference.
+    """Compares every tensor exactly, then values on a backend against the PyTorch reference.
 
     Args:
         bundle_path: The bundle.
@@ -79,8 +86,13 @@ def check_bundle(
         text: Name and ids of a text of which perplexity is compared too.
         find_layer: Look for the first layer in which a graph and the reference part.
         profile: Which graphs run: the bundle's own, or those derived for this CPU.
+        backend: ``onnxruntime`` or ``tensorrt``.
+        provider: Where ONNX Runtime runs.
+        engine: Name of the engine (tensorrt); the best that fits where None.
 
     Raises:
+        UsageError: A layer is looked for elsewhere than on ONNX Runtime's CPU provider, or flags contradict each other.
+        CapabilityError: What was asked for is not here. Nothing else runs in its place, and nothing is reported.
         InputError: The bundle or the checkpoint cannot be read, or an id of ``text`` is not in the vocabulary.
         ResourceError: Memory ran out.
     """
@@ -89,7 +101,14 @@ def check_bundle(
     config = bundle.manifest.config
     # A checkpoint that bounds no length was exported with one, which stands in here too.
     checkpoint = None if checkpoint_path is None else open_checkpoint(checkpoint_path, config.max_length)
-    length = bundle.manifest.max_length
+    other = None
+    if backend != "onnxruntime" or provider != "cpu":
+        if find_layer:
+            raise UsageError(
+                "--bisect looks into graphs on ONNX Runtime's CPU provider alone.", "Leave it out, or --backend and --provider."
+            )
+        other = open_backend(bundle, backend, profile=profile, provider=provider, engine=engine)
+    length = bundle.manifest.max_length if other is None else other.max_length
     plan = make_plan(config, length, suite, None if text is None else cut(*text, config, length))
     checks: list[Check] = []
     notes: list[str] = []
@@ -102,13 +121,13 @@ def check_bundle(
         notes += _source_notes(bundle, checkpoint)
     values = _Values()
     if checkpoint is None or _same_shape(config, checkpoint.config):
-        values = _compare_values(bundle, checkpoint, plan, suite, profile, find_layer, on_progress)
+        values = _compare_values(bundle, checkpoint, plan, suite, profile, find_layer, other, on_progress)
     else:
         notes.append("The checkpoint is of another shape, so that no values could be compared.")
     return Report(
         bundle=str(bundle_path),
         core_sha256=bundle.core_sha256,
-        dtype=bundle.manifest.dtype,
+        dtype=bundle.manifest.dtype if other is None else gates_of(bundle, other),
         suite=suite,
         against="its own weights" if checkpoint is None else checkpoint.name,
         checks=(*checks, *values.checks),
@@ -116,7 +135,7 @@ def check_bundle(
         complete=checkpoint is not None,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
         seconds=time.monotonic() - started,
-        versions={name: version(name) for name in _VERSIONED} | {"python": platform.python_version()},
+        versions=_versions(backend) | {"python": platform.python_version()},
         profile=values.profile,
         bisection=values.bisection,
     )
@@ -129,9 +148,10 @@ def _compare_values(
     suite: Suite,
     profile: ProfileName,
     find_layer: bool,
+    other: Backend | None,
     on_progress: Callable[[str], None],
 ) -> _Values:
-    """Values on ONNX Runtime against the PyTorch reference, and what a reader must know about them."""
+    """Values on a backend (``other``; ONNX Runtime's CPU provider where None) against the PyTorch reference, and what a reader must know about them."""
     values = _Values()
     window = bundle.manifest.config.window
     if window is not None and plan.longest <= window:
@@ -148,16 +168,20 @@ def _compare_values(
         return values
     values.checks.append(judge("PyTorch reference", "values not finite", oracle.not_finite, 0, "=="))
     _give_memory_back()
-    on_progress("ONNX Runtime")
-    _run(bundle, plan, oracle, suite, profile, values, on_progress)
+    on_progress("ONNX Runtime" if other is None else other.name)
+    if other is None:
+        _run(bundle, plan, oracle, suite, profile, values, on_progress)
+    else:
+        _run_elsewhere(bundle, other, plan, oracle, suite, values, on_progress)
     _give_memory_back()  # the runtime's memory goes before the reference comes back
     if any(c.verdict == "red" for c in values.checks):
         on_progress("PyTorch's own rounding")
-        lines, note = own_lines(_reference(bundle, checkpoint), bundle.manifest.dtype, plan, oracle)
+        dtype = bundle.manifest.dtype if other is None else gates_of(bundle, other)
+        lines, note = own_lines(_reference(bundle, checkpoint), dtype, plan, oracle)
         if note:
             values.notes.append(note)
             values.checks = judge_again(values.checks, lines)
-    if bundle.manifest.quantization is not None:
+    if bundle.manifest.quantization is not None and other is None:
         _add_deployed(bundle, checkpoint, plan, oracle, suite, profile, values, on_progress)
     if find_layer:
         on_progress("bisect")
@@ -218,6 +242,42 @@ def _run(
         # The runtime's own error in the product's words, or outputs of another shape; running out of memory is another one.
         reason = str(e) if isinstance(e, InputError) else f"{type(e).__name__}: {e}"
         values.checks.append(judge("graphs", "ran to the end", 0, 1, "==", reason[:500]))
+
+
+def gates_of(bundle: Bundle, backend: Backend) -> DType:
+    """The gates for a backend: an engine may have been derived in another dtype than its bundle's, and is judged in its own."""
+    return backend.dtype if backend.name == "tensorrt" else bundle.manifest.dtype
+
+
+def _run_elsewhere(
+    bundle: Bundle,
+    backend: Backend,
+    plan: Plan,
+    oracle: Oracle,
+    suite: Suite,
+    values: _Values,
+    on_progress: Callable[[str], None],
+) -> None:
+    """Every comparison on a GPU; what fails there is an error and not a verdict."""
+    candidate = Candidate(backend, gates_of(bundle, backend), plan, oracle)
+    values.checks += compare(candidate, suite, on_progress)
+    values.profile = candidate.profile
+    values.notes += backend.notes
+    what = "an engine; the bundle's portable graphs were not executed" if backend.name == "tensorrt" else "the portable graphs"
+    values.notes.append(f"What was executed and compared is {what}.")
+    if bundle.manifest.quantization is not None:
+        values.notes.append(
+            "Compared with the dequantised weights; what quantising costs against the unquantised model is not judged here."
+        )
+
+
+def _versions(backend: str) -> dict[str, str]:
+    """Of the packages that took part; several distributions may bring a runtime."""
+    found = {name: version(name) for name in _VERSIONED}
+    for name in _RUNTIMES[backend]:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _give_memory_back() -> None:

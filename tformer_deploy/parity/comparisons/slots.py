@@ -49,7 +49,9 @@ def reused(candidate: Candidate) -> list[Check]:
     plan, group = candidate.plan, "allocated and reused slots"
     cache = candidate.backend.allocate(len(plan.rows), plan.capacity)
     dirty = _not_zero(candidate, cache, 0)
-    grown = cache.resize(list(range(len(plan.rows))), plan.capacity + 1)
+    # An engine's capacity is fixed, and may be just this one.
+    room = max(plan.capacity, min(plan.capacity + 1, candidate.backend.max_length))
+    grown = cache.resize(list(range(len(plan.rows))), room)
     checks = [
         judge(group, "slots not zero when allocated", dirty, 0, "=="),
         judge(group, "slots not zero when grown", _not_zero(candidate, grown, plan.capacity), 0, "=="),
