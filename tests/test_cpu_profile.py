@@ -97,6 +97,22 @@ def test_check_when_a_derived_graph_is_wrong_then_is_red(bundles, monkeypatch):
         remove_derived(open_bundle(bundle))
 
 
+@pytest.mark.parametrize("name", ["grouped", "each head its own", "narrow", "one for all, wide"])
+def test_logits_when_neighbours_are_longer_then_a_row_has_the_same_bits(bundles, name, monkeypatch):
+    session, rng = open_session(open_bundle(bundles[name][0])), np.random.default_rng(5)
+    lengths = (1, 2, 31, 32, 33, 34, 64, 65, 97, 129, 130)
+    rows = [rng.integers(0, 131, n).tolist() for n in lengths]
+    alone = []
+    for row in rows:
+        alone.append([session.prefill([row])[0], session.decode([7])[0]])
+    session.prefill_tokens = 1 << 20
+    monkeypatch.setattr(session, "_calls", lambda rows, _: [(0, len(rows))])  # all together, however much padding that is
+    together = [session.prefill(rows), session.decode([7] * len(rows))]
+    for i, length in enumerate(lengths):
+        for step, (a, b) in enumerate(zip(alone[i], together, strict=True)):
+            assert np.array_equal(a, b[i]), (length, step)
+
+
 def kinds(path: Path) -> list[str]:
     return [node.op_type for node in onnx.load(path, load_external_data=False).graph.node]
 

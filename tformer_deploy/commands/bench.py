@@ -53,7 +53,7 @@ _COLUMNS = {
     help="Rows decoded together; repeatable.",
 )  # fmt: skip
 @click.option("--new-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens decoded after each prompt.")
-@click.option("--capacity", type=click.IntRange(1), default=None, help="Room for this many tokens a row from the start.")
+@click.option("--capacity", type=click.IntRange(1), default=None, help="Most tokens that a row may hold.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured rounds after a warm-up.")
 @place_options
 @click.option(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Longer prompts go in pieces, a row at a time: what a layer computes for them would otherwise take more memory than the caches.
 CHUNK = 512
+# GroupQueryAttention takes this many rows of a product together, or a multiple; one that is left over is summed in another order.
+_BLOCK = 32
 # So many new tokens of several rows still go together.
 FEW = 16
 
@@ -104,6 +106,9 @@ class CpuBackend:
     def _run(
         self, role: Role, ids: NDArray[np.int64], past: NDArray[np.int64], positions: NDArray[np.int64], cache: OnnxRuntimeCache
     ) -> NDArray[np.float32]:
+        if role != "decode" and ids.shape[1] % _BLOCK == 1 and int(past.max()) + ids.shape[1] < cache.capacity:
+            # No row's bits depend on how many columns its neighbours need: padding lies behind the row and is written over.
+            ids = np.pad(ids, ((0, 0), (0, 1)))
         return self._graph(role).run({INPUT_IDS: ids, PAST_LENGTHS: past, LOGIT_POSITIONS: positions}, cache)
 
     def _graph(self, role: Role) -> LoadedGraph:
