@@ -36,12 +36,12 @@ def shell(lines: str, folder: Path) -> str:
 
 
 def test_readme_when_read_then_has_the_blocks_that_are_run():
-    assert [mark for mark, _, _ in BLOCKS] == ["tour", "engine", "python", "python", "python", "smollm"]
+    assert [mark for mark, _, _ in BLOCKS] == ["tour", "bits", "engine", "python", "python", "python", "smollm"]
 
 
-def test_tour_engine_and_python_blocks_when_run_in_order_then_succeed(folder: Path):
+def test_tour_bits_engine_and_python_blocks_when_run_in_order_then_succeed(folder: Path):
     for mark, language, text in BLOCKS:
-        if mark in {"tour", "engine"}:
+        if mark in {"tour", "bits", "engine"}:
             assert language == "sh"
             shell(text, folder)
     python = "\n".join(text for mark, _, text in BLOCKS if mark == "python")
