@@ -295,6 +295,8 @@ def test_command_when_stopped_while_building_then_nothing_that_is_left_can_be_us
 ):
     bundle = shutil.copytree(fp16, tmp_path / "b")
     command = [sys.executable, "-m", "tformer_deploy.cli", "build-engine", str(bundle), "--layout", "split"]
+    # Enough to do behind the first line that is read, however busy the machine is.
+    command += [f"--prompt-bucket={n}" for n in range(8, 33, 4)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:

@@ -234,11 +234,7 @@ class Graph {
  private:
   template <typename Action>
   void guarded(Action action) const {
-    try {
-      action();
-    } catch (const Ort::Exception& e) {
-      fail(kBadInput, path_.string() + " was refused by ONNX Runtime: " + e.what());
-    }
+    try { action(); } catch (const Ort::Exception& e) { fail(kBadInput, path_.string() + " was refused by ONNX Runtime: " + e.what()); }
   }
   const Bundle& bundle_;
   std::filesystem::path path_;
