@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tformer_deploy.backends.tensorrt.records import plans_of
 from tformer_deploy.bundle.engine_record import FLAVOURS
 from tformer_deploy.bundle.engines import ENGINES, list_engines
 from tformer_deploy.errors import CapabilityError, InputError, UsageError
@@ -94,7 +93,7 @@ def _rank(record: EngineRecord) -> tuple[object, ...]:
     # RTX before full TensorRT: it is made for the GPUs that it takes at all.
     made_for = len(record.compute_capabilities), FLAVOURS.index(record.flavour)
     # One that only decodes runs a prompt token by token; among the others two plans are a little faster than one.
-    layout = record.layout == "decode", -len(plans_of(record))
+    layout = record.layout == "decode", -len(record.plans)
     return (*made_for, layout[0], -record.capacity, -record.max_batch, layout[1], record.name)
 
 

@@ -9,7 +9,7 @@ from tformer_deploy.backends.tensorrt.backend import TensorRTBackend
 from tformer_deploy.backends.tensorrt.choice import Choice, choose_engine, good_engines, rebuild
 from tformer_deploy.backends.tensorrt.engine import Expected, LoadedPlan
 from tformer_deploy.backends.tensorrt.package import RuntimePackage, load_packages
-from tformer_deploy.backends.tensorrt.records import plans_of, read_plan
+from tformer_deploy.backends.tensorrt.records import read_plan
 from tformer_deploy.backends.tensorrt.runtime_cache import RuntimeCacheFile
 from tformer_deploy.errors import CapabilityError
 
@@ -36,7 +36,7 @@ def open_tensorrt(bundle: Bundle, name: str | None = None) -> TensorRTBackend:
     gpu, driver = _gpu()
     choice = choose_engine(bundle, versions, gpu.compute_capability, name)
     package = packages[choice.record.flavour]
-    stored = plans_of(choice.record)
+    stored = choice.record.plans
     contents = [read_plan(choice.folder, plan, rebuild(bundle)) for plan in stored]
     device = cuda.Device(driver, gpu)
     try:

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from tformer_deploy.config import DType
 
 
-def plans_of(record: EngineRecord) -> tuple[EnginePlan, ...]:
-    """Every plan of an engine."""
-    return record.plans
-
-
 def dtype_of(record: EngineRecord) -> DType:
     """The dtype of weights and caches; reading the record has refused any other."""
     return cast("DType", record.dtype)
