@@ -27,7 +27,8 @@ from tformer_deploy.errors import UsageError
 from tformer_deploy.parity import check_bundle
 
 MODELS: dict[str, ModelConfig] = {
-    "grouped": LLAMA_LIKE,
+    "grouped": replace(LLAMA_LIKE, n_heads=8, n_kv_heads=1),
+    "small groups": LLAMA_LIKE,
     "each head its own": GPT2_LIKE,
     "one for all, wide": replace(LLAMA_LIKE, n_kv_heads=1, head_dim=64),
     "narrow": replace(LLAMA_LIKE, head_dim=8),
@@ -90,7 +91,9 @@ def test_check_when_a_derived_graph_is_wrong_then_is_red(bundles, monkeypatch):
     bundle, checkpoint = bundles["windows"]
     remove_derived(open_bundle(bundle))
     real = cpu_derived.use_group_query_attention
-    monkeypatch.setattr(cpu_derived, "use_group_query_attention", lambda p, config: real(p, replace(config, window=9)))
+    monkeypatch.setattr(
+        cpu_derived, "use_group_query_attention", lambda p, config, folder: real(p, replace(config, window=9), folder)
+    )
     try:
         assert check_bundle(bundle, checkpoint, profile="cpu").verdict == "red"
     finally:
@@ -126,7 +129,7 @@ def test_graphs_when_derived_then_are_rewritten_and_map_one_file_of_weights(bund
     assert not {"Attention", "TensorScatter", "LessOrEqual"} & set(step)
     assert decode.count("Attention") == 3
     # Nothing splits heads apart where rows go in, nor turns what is one token.
-    assert "Transpose" not in step
+    assert not {"Transpose", "RotaryEmbedding", "Cos"} & set(step)
     others = 3  # outside of the blocks
     assert step.count("Reshape") <= others
     assert decode.count("Reshape") <= 3 * 5 + others
@@ -223,7 +226,7 @@ def test_inspect_when_asked_then_names_the_profile_and_why(bundles, capsys):
     assert run(["inspect", str(bundles["grouped"][0]), "--json"]) == 0
     cpu = json.loads(capsys.readouterr().out)["cpu"]
     assert cpu["profile"] == "cpu"
-    assert "folds 2 query heads" in cpu["reasons"][1]
+    assert "folds 8 query heads" in cpu["reasons"][1]
 
 
 def test_logits_when_kept_over_steps_then_do_not_change(bundles):

@@ -78,7 +78,7 @@ class CpuBackend:
         rows, width = input_ids.shape
         if width == 1:
             return self._run("decode", input_ids, past_lengths, logit_positions, cache)
-        if self._plan.folded and rows > 1 and width <= FEW:
+        if "several" in self._plan.graphs and rows > 1 and width <= FEW:
             return self._run("several", input_ids, past_lengths, logit_positions, cache)
         return np.concatenate(
             [
@@ -106,10 +106,17 @@ class CpuBackend:
     def _run(
         self, role: Role, ids: NDArray[np.int64], past: NDArray[np.int64], positions: NDArray[np.int64], cache: OnnxRuntimeCache
     ) -> NDArray[np.float32]:
-        if role != "decode" and ids.shape[1] % _BLOCK == 1 and int(past.max()) + ids.shape[1] < cache.capacity:
-            # No row's bits depend on how many columns its neighbours need: padding lies behind the row and is written over.
-            ids = np.pad(ids, ((0, 0), (0, 1)))
-        return self._graph(role).run({INPUT_IDS: ids, PAST_LENGTHS: past, LOGIT_POSITIONS: positions}, cache)
+        inputs = {INPUT_IDS: ids, PAST_LENGTHS: past, LOGIT_POSITIONS: positions}
+        end = int(past[0]) + ids.shape[1]
+        if role not in ("prefill", "chunk") or ids.shape[1] % _BLOCK != 1 or end == cache.capacity:
+            return self._graph(role).run(inputs, cache)
+        # No row's bits may depend on how many columns its neighbours need: one more column, whose slot is then put back.
+        inputs[INPUT_IDS] = np.pad(ids, ((0, 0), (0, 1)))
+        behind = [array[:, :, end].copy() for array in cache.arrays]
+        logits = self._graph(role).run(inputs, cache)
+        for array, slot in zip(cache.arrays, behind, strict=True):
+            array[:, :, end] = slot
+        return logits
 
     def _graph(self, role: Role) -> LoadedGraph:
         name = self._plan.graph_for(role)

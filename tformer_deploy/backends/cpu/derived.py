@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 RECORD = "derived.json"
 _HINT = "Look at the bundle with `tformer-deploy check`, or give --profile portable."
-_REVISION = 3  # counts changes of what is derived
+_REVISION = 4  # counts changes of what is derived
 _LIMIT = 1 << 20
 
 
@@ -90,7 +90,7 @@ def derive(bundle: Bundle, plan: CpuPlan, threads: int | None = None) -> Derived
             try:
                 proto = onnx.load(bundle.decode_path, load_external_data=False)
                 if name == "step":
-                    use_group_query_attention(proto, config)
+                    use_group_query_attention(proto, config, bundle.path)
                 else:
                     fold_grouped_heads(proto, config)
                     if name == "decode":

@@ -13,50 +13,52 @@ Role = Literal["prefill", "decode", "chunk", "several"]
 Graph = Literal["step", "decode", "several"]
 
 
+# Query heads of a group: GroupQueryAttention reads keys once a head and up to a row's length, a folded product once a group and up
+# to the capacity. Measured from 2 to 8 heads (docs/log.md).
+FOLDED_FROM = 5
+
+
 @dataclass(frozen=True)
 class CpuPlan:
     """The derived graphs of a model.
 
     Attributes:
-        step: Rewritten to GroupQueryAttention: prompts, one new token a row, or several new tokens of one row.
-        folded: Grouped heads are folded into one, in a graph for one new token a row and another for several.
+        graphs: Those to derive, none where nothing applies. ``step``: rewritten to GroupQueryAttention, for prompts, one new token a
+            row, or several new tokens of one row. ``decode``: grouped heads folded into one, for one new token a row. ``several``:
+            the same for a few new tokens of several rows.
         reasons: A sentence for each rewrite: why it does or does not apply.
     """
 
-    step: bool
-    folded: bool
+    graphs: tuple[Graph, ...]
     reasons: tuple[str, ...]
 
     @property
     def applies(self) -> bool:
         """Whether anything is derived at all."""
-        return self.step
-
-    @property
-    def graphs(self) -> tuple[Graph, ...]:
-        """The files to derive."""
-        return ("step", "decode", "several") if self.folded else ("step",)
+        return bool(self.graphs)
 
     def graph_for(self, role: Role) -> Graph:
         """Which of them serves a role."""
-        if self.folded and (role == "decode" or role == "several"):
-            return role
-        return "step"
+        return role if role in ("decode", "several") and role in self.graphs else "step"
 
 
 def plan_for(config: ModelConfig, dtype: DType) -> CpuPlan:
     """The plan for a model in a dtype."""
     if dtype != "fp32":
-        return CpuPlan(False, False, (f"Nothing is derived for {dtype}: a CPU has no faster kernels for it.",))
+        return CpuPlan((), (f"Nothing is derived for {dtype}: a CPU has no faster kernels for it.",))
     if config.positions == "alibi":
-        return CpuPlan(False, False, ("GroupQueryAttention is not used: ALiBi adds a bias for every head and slot.",))
+        return CpuPlan((), ("GroupQueryAttention is not used: ALiBi adds a bias for every head and slot.",))
     if config.head_dim % 8:
-        return CpuPlan(False, False, (f"GroupQueryAttention is not used: head_dim {config.head_dim} is no multiple of 8.",))
+        return CpuPlan((), (f"GroupQueryAttention is not used: head_dim {config.head_dim} is no multiple of 8.",))
     step = "GroupQueryAttention serves prompts: its memory grows with the length, not with its square; cost follows length, not capacity."
     groups = config.n_heads // config.n_kv_heads
     if groups == 1:
-        return CpuPlan(True, False, (step, "It serves decoding too: each head has its own keys."))
+        return CpuPlan(("step",), (step, "It serves decoding too: each head has its own keys."))
     if config.attention_softcap is not None:
-        return CpuPlan(True, False, (step, "It serves decoding too: soft caps are computed there as well."))
+        return CpuPlan(("step",), (step, "It serves decoding too: soft caps are computed there as well."))
+    several = f"A few new tokens of several rows fold {groups} query heads of a group into one product over their keys."
+    if groups < FOLDED_FROM:
+        few = f"It serves decoding too: groups of {groups} heads are fewer than {FOLDED_FROM}, from where folding them is faster."
+        return CpuPlan(("step", "several"), (step, few, several))
     folded = f"Decoding folds {groups} query heads of a group into one product over their keys, which are then read once."
-    return CpuPlan(True, True, (step, folded))
+    return CpuPlan(("step", "decode", "several"), (step, folded, several))

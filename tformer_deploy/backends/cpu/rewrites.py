@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tformer_deploy.backends.graph import PROVIDER, WEIGHTS_FOLDER, import_runtime
 from tformer_deploy.bundle.signature import INPUT_IDS, PAST_LENGTHS, cache_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from tformer_deploy.config import ModelConfig
 
@@ -92,17 +96,19 @@ def fold_grouped_heads(proto: Any, config: ModelConfig) -> None:
     graph.finish()
 
 
-def use_group_query_attention(proto: Any, config: ModelConfig) -> None:
+def use_group_query_attention(proto: Any, config: ModelConfig, weights_folder: Path) -> None:
     """TensorScatter and Attention of each layer become one GroupQueryAttention, which writes the cache and reads it up to each
     row's length. Serves prompts (``past_lengths`` 0), one new token a row, or several new tokens of one row.
 
     Args:
         proto: The decode graph (onnx.ModelProto); changed.
         config: The model.
+        weights_folder: The bundle, where the graph's tensors lie.
     """
     import onnx
 
     graph = _Graph(proto)
+    tables = RotaryTables(proto, config, weights_folder)
     new = graph.add("Shape", [INPUT_IDS], f"{_PREFIX}new", start=1, end=2)
     total = graph.add("Add", [PAST_LENGTHS, new], f"{_PREFIX}total")
     last = graph.add("Sub", [total, graph.constant("one", (1,))], f"{_PREFIX}last")
@@ -122,18 +128,23 @@ def use_group_query_attention(proto: Any, config: ModelConfig) -> None:
             continue
         place, result = f"{_PREFIX}{layer}", node.output[0]
         key, value = present[2 * layer : 2 * layer + 2]
+        turned = tables.of(node.input[0], written[key])
+        query, keys = turned.inputs if turned else (node.input[0], written[key])
         inputs = [
-            rows.of(node.input[0], config.n_heads),
-            rows.of(written[key], config.n_kv_heads),
+            rows.of(query, config.n_heads),
+            rows.of(keys, config.n_kv_heads),
             rows.of(written[value], config.n_kv_heads),
         ]
         given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         attributes = {name: given[name] for name in ("scale", "softcap") if name in given}
         if layer in config.window_layers:
             attributes["local_window_size"] = config.window
+        if turned:
+            attributes["do_rotary"] = 1
         merged = rows.merged(result)
         fused = onnx.helper.make_node(
-            "GroupQueryAttention", [*inputs, *past[2 * layer : 2 * layer + 2], lengths, longest],
+            "GroupQueryAttention",
+            [*inputs, *past[2 * layer : 2 * layer + 2], lengths, longest, *(turned.tables if turned else ())],
             [merged or f"{place}.fused", key, value], domain=_CONTRIB, num_heads=config.n_heads,
             kv_num_heads=config.n_kv_heads, **attributes,
         )  # fmt: skip
@@ -145,6 +156,78 @@ def use_group_query_attention(proto: Any, config: ModelConfig) -> None:
         layer += 1
     graph.finish()
     _allow_contrib(proto)
+
+
+class Turned(NamedTuple):
+    """A query and a key before their positions are turned into them, and the names of the tables that do it."""
+
+    inputs: tuple[str, str]
+    tables: tuple[str, str]
+
+
+class RotaryTables:
+    """Cosines and sines of every position as tables, with which GroupQueryAttention turns queries and keys itself.
+
+    Args:
+        proto: The decode graph (onnx.ModelProto); gets an initializer for each table.
+        config: The model.
+        weights_folder: The bundle.
+    """
+
+    def __init__(self, proto: Any, config: ModelConfig, weights_folder: Path) -> None:
+        self._proto, self._config, self._folder = proto, config, weights_folder
+        self._makers = {output: node for node in proto.graph.node for output in node.output}
+        self._made: dict[tuple[str, str], tuple[str, str] | None] = {}
+
+    def of(self, query: str, key: str) -> Turned | None:
+        """What a layer's attention takes in the place of a query and key; None where nothing turns them last, or not alike."""
+        pair = [self._makers.get(name) for name in (query, key)]
+        if any(node is None or node.op_type != "RotaryEmbedding" for node in pair):
+            return None
+        (turned, angles), (turned_key, same) = ((str(n.input[0]), tuple(map(str, n.input[1:3]))) for n in pair)
+        if angles != same or len(angles) != 2:
+            return None
+        if angles not in self._made:
+            self._made[angles] = self._tables(angles)
+        tables = self._made[angles]
+        return None if tables is None else Turned((turned, turned_key), tables)
+
+    def _tables(self, angles: tuple[str, str]) -> tuple[str, str] | None:
+        """Runs what makes cosines and sines from positions for all positions there are."""
+        import onnx
+
+        values = [table[0] for table in self._run(angles)]
+        # The kernel takes whole groups of 16, in heads and in what is turned of them.
+        if self._config.head_dim % 16 or values[0].shape[1] % 8:
+            return None
+        names = (f"{_PREFIX}{angles[0]}.table", f"{_PREFIX}{angles[1]}.table")
+        for name, value in zip(names, values, strict=True):
+            self._proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+        return names
+
+    def _run(self, angles: tuple[str, str]) -> list[NDArray[np.float32]]:
+        import onnx
+
+        nodes, wanted = [], set(angles)
+        for node in reversed(self._proto.graph.node):
+            if wanted & set(node.output):
+                nodes.append(node)
+                wanted |= set(node.input)
+        graph = onnx.helper.make_graph(
+            list(reversed(nodes)), "angles",
+            [value for value in self._proto.graph.input if value.name in (INPUT_IDS, PAST_LENGTHS)],
+            [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in angles],
+            [tensor for tensor in self._proto.graph.initializer if tensor.name in wanted],
+        )  # fmt: skip
+        model = onnx.helper.make_model(graph, opset_imports=self._proto.opset_import, ir_version=self._proto.ir_version)
+        runtime = import_runtime()
+        options = runtime.SessionOptions()
+        options.log_severity_level = 3
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(self._folder))
+        session = runtime.InferenceSession(model.SerializeToString(), options, providers=[PROVIDER])
+        fed = {INPUT_IDS: np.zeros((1, self._config.max_length), np.int64), PAST_LENGTHS: np.zeros(1, np.int64)}
+        found: list[NDArray[np.float32]] = session.run(list(angles), {i.name: fed[i.name] for i in session.get_inputs()})
+        return found
 
 
 class _Rows:
