@@ -15,7 +15,7 @@ Graph = Literal["step", "decode", "several"]
 
 # Query heads of a group: GroupQueryAttention reads keys once a head and up to a row's length, a folded product once a group and up
 # to the capacity. Measured from 2 to 8 heads (docs/log.md).
-FOLDED_FROM = 5
+FOLDED_FROM = 4
 
 
 @dataclass(frozen=True)
