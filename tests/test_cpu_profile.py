@@ -91,16 +91,16 @@ def test_check_when_a_derived_graph_is_wrong_then_is_red(bundles, monkeypatch):
     bundle, checkpoint = bundles["windows"]
     remove_derived(open_bundle(bundle))
     real = cpu_derived.use_group_query_attention
-    monkeypatch.setattr(
-        cpu_derived, "use_group_query_attention", lambda p, config, folder: real(p, replace(config, window=9), folder)
-    )
+    monkeypatch.setattr(cpu_derived, "use_group_query_attention", lambda p, config: real(p, replace(config, window=9)))
     try:
         assert check_bundle(bundle, checkpoint, profile="cpu").verdict == "red"
     finally:
         remove_derived(open_bundle(bundle))
 
 
-@pytest.mark.parametrize("name", ["grouped", "each head its own", "narrow", "one for all, wide"])
+@pytest.mark.parametrize(
+    "name", ["grouped", "small groups", "each head its own", "narrow", "one for all, wide", "parallel", "two rotary bases"]
+)
 def test_logits_when_neighbours_are_longer_then_a_row_has_the_same_bits(bundles, name, monkeypatch):
     session, rng = open_session(open_bundle(bundles[name][0])), np.random.default_rng(5)
     lengths = (1, 2, 31, 32, 33, 34, 64, 65, 97, 129, 130)

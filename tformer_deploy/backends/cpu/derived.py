@@ -16,6 +16,7 @@ from tformer_deploy.backends.cpu.packed import free_space, room_needed, save_pac
 from tformer_deploy.backends.cpu.rewrites import (
     fold_grouped_heads,
     fuse_norms,
+    look_up_angles,
     take_one_token,
     untie_head,
     use_group_query_attention,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 RECORD = "derived.json"
 _HINT = "Look at the bundle with `tformer-deploy check`, or give --profile portable."
-_REVISION = 4  # counts changes of what is derived
+_REVISION = 5  # counts changes of what is derived
 _LIMIT = 1 << 20
 
 
@@ -89,8 +90,9 @@ def derive(bundle: Bundle, plan: CpuPlan, threads: int | None = None) -> Derived
         for name in plan.graphs:
             try:
                 proto = onnx.load(bundle.decode_path, load_external_data=False)
+                look_up_angles(proto, config, bundle.path)
                 if name == "step":
-                    use_group_query_attention(proto, config, bundle.path)
+                    use_group_query_attention(proto, config)
                 else:
                     fold_grouped_heads(proto, config)
                     if name == "decode":

@@ -96,19 +96,18 @@ def fold_grouped_heads(proto: Any, config: ModelConfig) -> None:
     graph.finish()
 
 
-def use_group_query_attention(proto: Any, config: ModelConfig, weights_folder: Path) -> None:
+def use_group_query_attention(proto: Any, config: ModelConfig) -> None:
     """TensorScatter and Attention of each layer become one GroupQueryAttention, which writes the cache and reads it up to each
     row's length. Serves prompts (``past_lengths`` 0), one new token a row, or several new tokens of one row.
 
     Args:
         proto: The decode graph (onnx.ModelProto); changed.
         config: The model.
-        weights_folder: The bundle, where the graph's tensors lie.
     """
     import onnx
 
     graph = _Graph(proto)
-    tables = RotaryTables(proto, config, weights_folder)
+    turns = _Turns(proto.graph, config)
     new = graph.add("Shape", [INPUT_IDS], f"{_PREFIX}new", start=1, end=2)
     total = graph.add("Add", [PAST_LENGTHS, new], f"{_PREFIX}total")
     last = graph.add("Sub", [total, graph.constant("one", (1,))], f"{_PREFIX}last")
@@ -128,7 +127,7 @@ def use_group_query_attention(proto: Any, config: ModelConfig, weights_folder: P
             continue
         place, result = f"{_PREFIX}{layer}", node.output[0]
         key, value = present[2 * layer : 2 * layer + 2]
-        turned = tables.of(node.input[0], written[key])
+        turned = turns.of(node.input[0], written[key])
         query, keys = turned.inputs if turned else (node.input[0], written[key])
         inputs = [
             rows.of(query, config.n_heads),
@@ -165,69 +164,92 @@ class Turned(NamedTuple):
     tables: tuple[str, str]
 
 
-class RotaryTables:
-    """Cosines and sines of every position as tables, with which GroupQueryAttention turns queries and keys itself.
+def look_up_angles(proto: Any, config: ModelConfig, weights_folder: Path) -> None:
+    """Cosines and sines are looked up in tables of all positions instead of computed: an instruction for many values and one for
+    what is left at the end of an array differ in their last bit, so that a row's would depend on its neighbours.
 
     Args:
-        proto: The decode graph (onnx.ModelProto); gets an initializer for each table.
+        proto: The decode graph (onnx.ModelProto); changed.
         config: The model.
-        weights_folder: The bundle.
+        weights_folder: The bundle, where the graph's tensors lie.
     """
+    names = sorted({name for node in proto.graph.node if node.op_type == "RotaryEmbedding" for name in node.input[1:3]})
+    if not names:
+        return
+    import onnx
 
-    def __init__(self, proto: Any, config: ModelConfig, weights_folder: Path) -> None:
-        self._proto, self._config, self._folder = proto, config, weights_folder
-        self._makers = {output: node for node in proto.graph.node for output in node.output}
-        self._made: dict[tuple[str, str], tuple[str, str] | None] = {}
+    values = _run_for_all_positions(proto, names, config.max_length, weights_folder)
+    graph = _Graph(proto)
+    new = graph.add("Shape", [INPUT_IDS], f"{_PREFIX}positions.new", start=1, end=2)
+    count = graph.add("Squeeze", [new], f"{_PREFIX}positions.count")
+    for name, number in (("zero", 0), ("step", 1)):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(number), f"{_PREFIX}positions.{name}"))
+    offsets = graph.add("Range", [f"{_PREFIX}positions.zero", count, f"{_PREFIX}positions.step"], f"{_PREFIX}positions.offsets")
+    past = graph.add("Unsqueeze", [PAST_LENGTHS, graph.constant("positions.axis", (1,))], f"{_PREFIX}positions.past")
+    positions = graph.add("Add", [past, offsets], f"{_PREFIX}positions")
+    looked_up = {}
+    for name, value in zip(names, values, strict=True):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value[0], f"{_PREFIX}{name}.table"))
+        looked_up[name] = graph.add("Gather", [f"{_PREFIX}{name}.table", positions], f"{_PREFIX}{name}", axis=0)
+    for node in proto.graph.node:
+        if node.op_type == "RotaryEmbedding":
+            node.input[1], node.input[2] = looked_up[node.input[1]], looked_up[node.input[2]]
+        graph.nodes.append(node)
+    graph.finish()
+
+
+def _run_for_all_positions(proto: Any, names: Sequence[str], count: int, weights_folder: Path) -> list[NDArray[np.float32]]:
+    """The values of a row of ``count`` tokens from position 0, [1, count, …] each; nothing of the row itself may count."""
+    import onnx
+
+    nodes, wanted = [], set(names)
+    for node in reversed(proto.graph.node):
+        if wanted & set(node.output):
+            nodes.append(node)
+            wanted |= set(node.input)
+    graph = onnx.helper.make_graph(
+        list(reversed(nodes)), "angles", [value for value in proto.graph.input if value.name in (INPUT_IDS, PAST_LENGTHS)],
+        [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names],
+        [tensor for tensor in proto.graph.initializer if tensor.name in wanted],
+    )  # fmt: skip
+    model = onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+    runtime = import_runtime()
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(weights_folder))
+    session = runtime.InferenceSession(model.SerializeToString(), options, providers=[PROVIDER])
+    fed = {INPUT_IDS: np.zeros((1, count), np.int64), PAST_LENGTHS: np.zeros(1, np.int64)}
+    found: list[NDArray[np.float32]] = session.run(list(names), {i.name: fed[i.name] for i in session.get_inputs()})
+    return found
+
+
+class _Turns:
+    """Finds layers whose queries and keys GroupQueryAttention may turn itself, with the tables of :func:`look_up_angles`."""
+
+    def __init__(self, original: Any, config: ModelConfig) -> None:
+        self._makers: dict[str, Any] = {output: node for node in original.node for output in node.output}
+        self._widths = {tensor.name: tensor.dims[1] for tensor in original.initializer if len(tensor.dims) == 2}
+        self._head_dim = config.head_dim
 
     def of(self, query: str, key: str) -> Turned | None:
         """What a layer's attention takes in the place of a query and key; None where nothing turns them last, or not alike."""
-        pair = [self._makers.get(name) for name in (query, key)]
-        if any(node is None or node.op_type != "RotaryEmbedding" for node in pair):
+        pair = [self._made_by("RotaryEmbedding", name) for name in (query, key)]
+        if not all(pair) or pair[0][1:] != pair[1][1:]:
             return None
-        (turned, angles), (turned_key, same) = ((str(n.input[0]), tuple(map(str, n.input[1:3]))) for n in pair)
-        if angles != same or len(angles) != 2:
+        gathers = [self._made_by("Gather", name) for name in pair[0][1:]]
+        if len(gathers) != 2 or not all(gathers):
             return None
-        if angles not in self._made:
-            self._made[angles] = self._tables(angles)
-        tables = self._made[angles]
-        return None if tables is None else Turned((turned, turned_key), tables)
-
-    def _tables(self, angles: tuple[str, str]) -> tuple[str, str] | None:
-        """Runs what makes cosines and sines from positions for all positions there are."""
-        import onnx
-
-        values = [table[0] for table in self._run(angles)]
+        (turned, *_), (turned_key, *_) = pair
+        (cosines, *_), (sines, *_) = gathers
         # The kernel takes whole groups of 16, in heads and in what is turned of them.
-        if self._config.head_dim % 16 or values[0].shape[1] % 8:
+        if self._head_dim % 16 or self._widths[cosines] % 8:
             return None
-        names = (f"{_PREFIX}{angles[0]}.table", f"{_PREFIX}{angles[1]}.table")
-        for name, value in zip(names, values, strict=True):
-            self._proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
-        return names
+        return Turned((turned, turned_key), (cosines, sines))
 
-    def _run(self, angles: tuple[str, str]) -> list[NDArray[np.float32]]:
-        import onnx
-
-        nodes, wanted = [], set(angles)
-        for node in reversed(self._proto.graph.node):
-            if wanted & set(node.output):
-                nodes.append(node)
-                wanted |= set(node.input)
-        graph = onnx.helper.make_graph(
-            list(reversed(nodes)), "angles",
-            [value for value in self._proto.graph.input if value.name in (INPUT_IDS, PAST_LENGTHS)],
-            [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in angles],
-            [tensor for tensor in self._proto.graph.initializer if tensor.name in wanted],
-        )  # fmt: skip
-        model = onnx.helper.make_model(graph, opset_imports=self._proto.opset_import, ir_version=self._proto.ir_version)
-        runtime = import_runtime()
-        options = runtime.SessionOptions()
-        options.log_severity_level = 3
-        options.add_session_config_entry(WEIGHTS_FOLDER, str(self._folder))
-        session = runtime.InferenceSession(model.SerializeToString(), options, providers=[PROVIDER])
-        fed = {INPUT_IDS: np.zeros((1, self._config.max_length), np.int64), PAST_LENGTHS: np.zeros(1, np.int64)}
-        found: list[NDArray[np.float32]] = session.run(list(angles), {i.name: fed[i.name] for i in session.get_inputs()})
-        return found
+    def _made_by(self, kind: str, value: str) -> list[str]:
+        """Inputs of the node that makes a value; none where it is of another kind."""
+        maker = self._makers.get(value)
+        return [str(name) for name in maker.input] if maker is not None and maker.op_type == kind else []
 
 
 class _Rows:
