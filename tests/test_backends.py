@@ -230,9 +230,9 @@ def test_backend_when_memory_runs_out_then_names_the_batch_and_exits_6(llama_bun
             raise RuntimeError("Failed to allocate memory for requested buffer of size 7")
 
     session.decode([1, 2])
-    graph = session.backend._graphs["decode"]  # type: ignore[attr-defined]
+    graph = session.backend._graphs["step"]  # type: ignore[attr-defined]
     exhausted = Exhausted()
     monkeypatch.setattr(graph, "_session", exhausted)
-    with pytest.raises(Exception, match=r"decode of 2 rows, 1 tokens each, capacity 128") as caught:
+    with pytest.raises(Exception, match=r"step of 2 rows, 1 tokens each, capacity 128") as caught:
         session.decode([1, 2])
     assert caught.value.exit_code == 6  # type: ignore[attr-defined]
