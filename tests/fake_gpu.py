@@ -497,7 +497,7 @@ def write_engine(
         )
     record = EngineRecord(
         core_sha256=bundle.core_sha256, flavour=flavour, version=version, target=target, compute_capabilities=capabilities,
-        layout=layout, dtype=bundle.manifest.dtype, capacity=capacity, max_batch=max_batch, attentions=layers,
+        layout=layout, dtype=bundle.manifest.dtype, matrices=bundle.manifest.dtype, capacity=capacity, max_batch=max_batch, attentions=layers,
         cache_updates=2 * layers, weights_bytes=1, cache_row_bytes=1, ways=WAYS[flavour][0], plans=tuple(plans), graph=None,
     )  # fmt: skip
     folder = bundle.path / ENGINES / record.name

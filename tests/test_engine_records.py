@@ -54,6 +54,7 @@ def make_record(bundle: Bundle) -> EngineRecord:
         compute_capabilities=("8.0", "8.9"),
         layout="shared",
         dtype="fp16",
+        matrices="fp16",
         capacity=256,
         max_batch=8,
         attentions=3,
@@ -223,8 +224,8 @@ def test_sidecar_when_edited_then_its_seal_shows_it(bundle: Bundle, engine: Path
         ("ways", ["inspector", "log"], "expected plan, log"),
         ("graph", {}, "core_sha256"),
         ("extra", 1, "unknown fields: extra"),
-        ("schema", 1, "has schema 1; this version reads 2"),
-        ("schema", 3, "schema"),
+        ("schema", 1, "has schema 1; this version reads 3"),
+        ("schema", 4, "schema"),
     ],
 )
 def test_sidecar_when_a_field_is_wrong_then_is_refused_with_its_name(

@@ -16,11 +16,13 @@ from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.tensorrt.fusion import (
     Kernel,
+    Product,
     ProofTarget,
     kernels_in_log,
     kernels_in_plan,
     prove_by_inspector,
     prove_fusion,
+    unpacked_matrices,
 )
 
 NAMES = ["blocks.0.attention", "blocks.1.attention"]
@@ -284,7 +286,7 @@ def test_decode_when_its_profile_has_a_range_then_does_not_pass_for_one_that_rea
 ):
     profiles = profiles_of("decode", sequence=[1, 8, 8])
     assert build_plan(open_bundle(llama_fp16_bundle), tmp_path / "x.engine", profiles=profiles)["proofs"] == [
-        {"plan": {"_gemm_mha_v2": 3}, "log": {"_gemm_mha_v2": 3}, "decomposed": []}
+        {"plan": {"_gemm_mha_v2": 3}, "log": {"_gemm_mha_v2": 3}, "decomposed": [], "unpacked": []}
     ]
 
 
@@ -294,3 +296,28 @@ def test_compute_capabilities_when_named_then_are_in_the_plan(llama_fp16_bundle:
     assert b"sm86" in plan
     assert b"sm120" in plan
     assert b"sm89" not in plan
+
+
+def test_matrices_when_a_kernel_reads_one_without_multiplying_then_are_named_as_unpacked_in_that_profile():
+    def row(part: int, inputs: str, layers: str) -> str:
+        mark = f" [profile {part}]" if part else ""
+        return (
+            f"Name: k{mark}_myl{part}_9, LayerType: kgen, Inputs: [ {{ Name: x{mark}, Datatype: {inputs} }}], Metadata: {layers}"
+        )
+
+    products = [Product("blocks.0.attention.query", "q.dequantize", "q"), Product("head", "h.dequantize", "h")]
+    both, alone, product = "[ONNX Layer: q.dequantize][ONNX Layer: q]", "[ONNX Layer: q.dequantize]", "[ONNX Layer: q]"
+    head = "[ONNX Layer: h.dequantize][ONNX Layer: h]"
+    text = "\n".join(
+        [
+            "Layers:",
+            row(0, "Half, Datatype: Int4", both),
+            row(0, "FP8", head),
+            row(1, "Int8", alone),
+            row(1, "Half", product),
+            row(1, "Half", both),  # names both and reads neither as stored
+            row(1, "Int8", head),
+        ]
+    )
+    assert unpacked_matrices(text, products, 2) == [(), ("blocks.0.attention.query",)]
+    assert unpacked_matrices("Layers:\n", products, 2) == [("blocks.0.attention.query", "head")] * 2

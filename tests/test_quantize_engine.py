@@ -81,3 +81,16 @@ def test_derived_graph_when_it_computes_something_else_then_is_refused(bundle, t
     monkeypatch.setattr(BundleSource, "stored", off)
     with pytest.raises(InputError, match="differs too much"):
         derive_bundle(open_bundle(bundle), "fp16", tmp_path / "d", lambda _: None)
+
+
+def test_engine_when_int4_in_blocks_then_is_multiplied_as_stored_and_int8_in_blocks_is_not(tmp_path):
+    """No kernel of this TensorRT multiplies int8 in blocks, or int4 with one scale an output."""
+    hot_decoder(replace(LLAMA_LIKE, n_layers=2)).save_pretrained(tmp_path / "checkpoint")
+    path, notes = api.export(tmp_path / "checkpoint", tmp_path / "b", quantize="int4", head="int8", check=False), list[str]()
+    built = tformer_deploy.build_engine(
+        path, dtype="fp16", capacity=64, prompt_buckets=(16,), max_batch=2, targets=("8.9",), on_note=notes.append
+    )
+    assert built.record.matrices == "int4"
+    assert [p.unpacked for p in built.record.profiles] == [("head",), ("head",)]
+    assert any(note.startswith("WARNING: the int8 head in blocks of 32 will be UNPACKED") for note in notes)
+    assert "UNPACKED to fp16 at each step: 1 in decode, 1 in prefill-16" in built.record.summary

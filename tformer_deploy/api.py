@@ -177,26 +177,33 @@ def _ids_of_text(bundle_path: str | Path, text: Path) -> list[int]:
     return tokenizer.encode(content)
 
 
-def build_engine(bundle_path: str | Path, *, range_scan: str | Path | None = None, **options: Any) -> Any:
+def build_engine(
+    bundle_path: str | Path, *, range_scan: str | Path | None = None, fp8: str | Path | None = None, **options: Any
+) -> Any:
     """Compiles a bundle to a TensorRT engine; the other options are those of ``exporters.tensorrt.build``.
 
     Args:
         bundle_path: The bundle.
         range_scan: A text or JSONL file of real prompts, as for ``export``'s calibration: values inside the model that would
             overflow in fp16 on them are named.
+        fp8: A file of the same kind: the blocks' matrices are multiplied in FP8, with scales measured on its prompts.
         options: Of ``exporters.tensorrt.build``.
 
     Raises:
         InputError: The prompts cannot be read, or what ``build`` raises.
     """
     build = load("tformer_deploy.exporters.tensorrt", "tensorrt-rtx").build
-    if range_scan is None:
-        return build(bundle_path, **options)
+    files = {"range_rows": range_scan, "fp8_rows": fp8}
+    rows = {name: _rows_of(bundle_path, Path(file)) for name, file in files.items() if file is not None}
+    return build(bundle_path, **rows, **options)
+
+
+def _rows_of(bundle_path: str | Path, prompts: Path) -> Rows:
     bundle = open_bundle(bundle_path)
     tokenizer, calibration = load_tokenizer(bundle), load("tformer_deploy.quantization.calibration", "export")
     encode = None if tokenizer is None else tokenizer.encode
-    rows = calibration.calibration_rows(Path(range_scan), encode, bundle.manifest.config, bundle.manifest.max_length)
-    return build(bundle_path, range_rows=rows, **options)
+    rows: Rows = calibration.calibration_rows(prompts, encode, bundle.manifest.config, bundle.manifest.max_length)
+    return rows
 
 
 def _cure(quantization: Quantization) -> str:

@@ -18,6 +18,7 @@ from tformer_deploy import errors
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.bundle.engine_record import (
     ENGINES,
+    FP8,
     GRAPH,
     SIDECAR,
     DerivedGraph,
@@ -28,12 +29,14 @@ from tformer_deploy.bundle.engine_record import (
     parse_record,
     plan_file,
 )
+from tformer_deploy.bundle.fusable import unpacking
 from tformer_deploy.bundle.manifest import WEIGHTS
 from tformer_deploy.bundle.writer import new_folder, refuse_existing, write_file
 from tformer_deploy.errors import ResourceError, TformerError, UsageError
 from tformer_deploy.exporters.tensorrt.buckets import buckets_for, read_lengths
 from tformer_deploy.exporters.tensorrt.costs import Costs, estimate, require_room, room_for, room_sentence
-from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour
+from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour, require_fp8
+from tformer_deploy.exporters.tensorrt.graph import fp8_file
 from tformer_deploy.exporters.tensorrt.preflight import DEFAULT_BATCH, Layout, Plan, PlanPart, capacity_for, make_plan
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ def build(
     targets: tuple[str, ...] = (),
     allow_decomposed: bool = False,
     range_rows: Sequence[tuple[int, ...]] = (),
+    fp8_rows: Sequence[tuple[int, ...]] = (),
     force: bool = False,
     on_note: Callable[[str], None] = lambda note: None,
     on_progress: Callable[[str, float], None] = lambda phase, done: None,
@@ -96,6 +100,7 @@ def build(
         allow_decomposed: An attention that cannot fuse is built from its parts, recorded, and never called fused.
         range_rows: Ids of real prompts on which values inside the model are looked at, for an fp16 engine: one that would
             overflow is named.
+        fp8_rows: Ids of real prompts: the blocks' matrices are multiplied in FP8, with scales that fit these prompts.
         force: Replace an engine of the same name.
         on_note: Called, before the builder starts, with what will fuse, what the engine costs and what is available.
         on_progress: Called with what is being done and the fraction done of the engine, 0 before the builder starts.
@@ -114,19 +119,24 @@ def build(
             raise UsageError("Prompt buckets are given and to be derived from a file.", "Give one of the two.")
         prompt_buckets = buckets_for(read_lengths(Path(prompt_buckets_from)), capacity_for(bundle.manifest, capacity))
     plan = make_plan(
-        bundle.manifest, dtype or bundle.manifest.dtype, capacity, max_batch, prompt_buckets, layout, allow_decomposed
-    )
+        bundle.manifest, dtype or bundle.manifest.dtype, capacity, max_batch, prompt_buckets, layout, allow_decomposed,
+        fp8=bool(fp8_rows),
+    )  # fmt: skip
     costs = estimate(plan, bundle.manifest)
     draft = _draft(bundle, chosen, plan, targets, costs)
+    if plan.fp8:
+        require_fp8(draft.compute_capabilities)
     folder = bundle.path / ENGINES / draft.name
     refuse_existing(folder, force, SIDECAR)
     _say_before(plan, costs, chosen, draft, folder, on_note)
+    if unpacked := unpacking(bundle.manifest.quantization):
+        on_note(f"WARNING: {unpacked}")
     if range_rows:
         _scan(bundle, plan, range_rows, on_note)
     with new_folder(folder, force, SIDECAR) as finished:
         source, graph = bundle, None
         if plan.dtype != bundle.manifest.dtype:
-            source, graph = _derive(bundle, plan.dtype, finished / GRAPH, lambda part: on_progress(part, 0.0))
+            source, graph = _derive(bundle, plan.dtype, fp8_rows, finished / GRAPH, lambda part: on_progress(part, 0.0))
         started, plans, peak = time.perf_counter(), [], 0.0
         for i, part in enumerate(plan.parts):
             request, share = worker_request(source, draft, plan, part), _share(on_progress, part.name, i, len(plan.parts))
@@ -183,7 +193,7 @@ def worker_request(source: Bundle, draft: EngineRecord, plan: Plan, part: PlanPa
     """What the worker is told; see :func:`worker.build_plan`. No path is in it."""
     return {
         "flavour": draft.flavour,
-        "graph": f"{part.graph}.onnx",
+        "graph": fp8_file(part.graph) if plan.fp8 else f"{part.graph}.onnx",
         "square": part.graph == "prefill",
         "capacity": plan.capacity,
         "n_layers": source.manifest.config.n_layers,
@@ -284,11 +294,15 @@ def _error(event: dict[str, Any]) -> TformerError:
     return kind(event["message"], event["hint"])
 
 
-def _derive(bundle: Bundle, dtype: DType, folder: Path, say: Callable[[str], None]) -> tuple[Bundle, DerivedGraph]:
+def _derive(
+    bundle: Bundle, dtype: DType, fp8_rows: Sequence[tuple[int, ...]], folder: Path, say: Callable[[str], None]
+) -> tuple[Bundle, DerivedGraph]:
     # Imported here: an engine in the bundle's own dtype needs neither torch nor ONNX Runtime.
     from tformer_deploy.exporters.tensorrt.derive import derive_bundle
+    from tformer_deploy.exporters.tensorrt.fp8 import add_fp8_graphs
 
-    return derive_bundle(bundle, dtype, folder, say)
+    derived, record = derive_bundle(bundle, dtype, folder, say)
+    return derived, add_fp8_graphs(bundle, derived, record, fp8_rows, say) if fp8_rows else record
 
 
 def _draft(bundle: Bundle, flavour: Flavour, plan: Plan, targets: tuple[str, ...], costs: Costs) -> EngineRecord:
@@ -303,6 +317,7 @@ def _draft(bundle: Bundle, flavour: Flavour, plan: Plan, targets: tuple[str, ...
         compute_capabilities=capabilities,
         layout=plan.layout,
         dtype=plan.dtype,
+        matrices=_matrices(bundle, plan),
         capacity=plan.capacity,
         max_batch=plan.max_batch,
         attentions=bundle.manifest.config.n_layers,
@@ -315,9 +330,26 @@ def _draft(bundle: Bundle, flavour: Flavour, plan: Plan, targets: tuple[str, ...
     )
 
 
+def _matrices(bundle: Bundle, plan: Plan) -> str:
+    if plan.fp8:
+        return FP8
+    quantization = bundle.manifest.quantization
+    return plan.dtype if quantization is None else quantization.stored
+
+
 def _engine_plan(part: PlanPart, found: dict[str, Any]) -> EnginePlan:
     profiles = tuple(
-        EngineProfile(p.name, p.phase, p.batch, p.sequence, p.logits, proof["plan"], proof["log"], tuple(proof["decomposed"]))
+        EngineProfile(
+            p.name,
+            p.phase,
+            p.batch,
+            p.sequence,
+            p.logits,
+            proof["plan"],
+            proof["log"],
+            decomposed=tuple(proof["decomposed"]),
+            unpacked=tuple(proof["unpacked"]),
+        )
         for p, proof in zip(part.profiles, found["proofs"], strict=True)
     )
     return EnginePlan(

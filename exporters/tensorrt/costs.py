@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tformer_deploy.bundle.quantization import EMBEDDING, stored_size, stored_tensors
+from tformer_deploy.bundle.quantization import EMBEDDING, HEAD, is_matrix, stored_size, stored_tensors
 from tformer_deploy.bundle.signature import cache_bytes_per_token
 from tformer_deploy.errors import ResourceError, StorageError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tformer_deploy.bundle import Manifest
     from tformer_deploy.exporters.tensorrt.preflight import Plan
+    from tformer_deploy.parameters import Shape
 
 # Kernels and tables of one profile take 2 to 15 MB of a plan; those of quantised matrices up to 17.
 PROFILE_BYTES, QUANTISED_PROFILE_BYTES = 15_000_000, 20_000_000
@@ -84,7 +85,8 @@ def estimate(plan: Plan, manifest: Manifest) -> Costs:
     """
     config = manifest.config
     tensors = stored_tensors(config, plan.dtype, manifest.quantization)
-    weights = stored = sum(stored_size(shape, kind) for shape, kind in tensors.values())
+    stored = sum(stored_size(shape, kind) for shape, kind in tensors.values())
+    weights = stored - (_saved_by_fp8(tensors) if plan.fp8 else 0)
     if manifest.quantization is None and config.tied and config.vocab_size % _VOCABULARY_STEP:
         weights += stored_size(*tensors[EMBEDDING])
     n_plans, n_profiles = len(plan.parts), sum(len(part.profiles) for part in plan.parts)
@@ -92,8 +94,14 @@ def estimate(plan: Plan, manifest: Manifest) -> Costs:
     plans = n_plans * weights + n_profiles * (QUANTISED_PROFILE_BYTES if quantised else PROFILE_BYTES)
     row = cache_bytes_per_token(config, plan.dtype) * plan.capacity
     derived = 0 if plan.dtype == manifest.dtype else stored
-    host = int(_BUILDER_BYTES + (_BUILDER_QUANTISED if quantised else _BUILDER_WEIGHTS) * weights)
+    host = int(_BUILDER_BYTES + (_BUILDER_QUANTISED if quantised else _BUILDER_WEIGHTS) * max(weights, stored))
     return Costs(weights, plans, row, row * plan.max_batch, host, plans + derived, n_plans, plan.capacity, plan.max_batch)
+
+
+def _saved_by_fp8(tensors: dict[str, tuple[Shape, str]]) -> int:
+    """A byte an element of the blocks' matrices, less a scale an output."""
+    matrices = [shape for name, (shape, _) in tensors.items() if is_matrix(name) and name != HEAD]
+    return sum(shape[0] * shape[1] - 2 * shape[1] for shape in matrices)
 
 
 def require_room(costs: Costs, room: Room) -> None:

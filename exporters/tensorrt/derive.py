@@ -112,6 +112,8 @@ def derive_bundle(bundle: Bundle, dtype: DType, folder: Path, on_progress: Calla
         raise InputError(f"{bundle.path} is quantised; its engine can be fp16, not {dtype}.", "Give --dtype fp16.")
     # The rows that the weights were rounded for stay with the core.
     rounded = None if quantization is None else replace(quantization, calibration=None)
+    if rounded is not None and rounded.dynamic:  # the same matrices; what they multiply is not rounded
+        rounded = replace(rounded, kind="int8", head="int8")
     export_bundle(
         source,
         folder,

@@ -17,6 +17,8 @@ _EXTRAS: dict[FlavourName, str] = {"rtx": "tensorrt-rtx", "tensorrt": "tensorrt"
 _OLDEST: dict[FlavourName, tuple[int, int]] = {"rtx": (1, 7), "tensorrt": (10, 15)}
 # bf16 is refused for 7.5, so the portable set of RTX begins at 8.0.
 _PORTABLE_FROM = 80
+# The first GPUs that multiply in FP8.
+_FP8_FROM = 89
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 
 
@@ -157,6 +159,19 @@ def _load(name: FlavourName) -> Flavour:
         oldest = ".".join(map(str, _OLDEST[name]))
         raise CapabilityError(f"{package} {flavour.version} is too old; {oldest} is the first that fits.", _install(name))
     return flavour
+
+
+def require_fp8(capabilities: tuple[str, ...]) -> None:
+    """Refuses GPUs that do not multiply in FP8.
+
+    Raises:
+        CapabilityError: One of them is older than 8.9.
+    """
+    if old := [c for c in capabilities if int(c.replace(".", "")) < _FP8_FROM]:
+        raise CapabilityError(
+            f"GPUs of compute capability {', '.join(old)} do not multiply in FP8; 8.9 is the first that does.",
+            "Give --target 8.9, --target 12.0 or both, or leave --fp8 out.",
+        )
 
 
 def gpu_capability() -> str:

@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tformer_deploy.errors import InputError
 
@@ -27,6 +27,8 @@ _INSPECTED = re.compile(r"(.*?)_myl(\d+)_\d+(?: \[profile \d+\])?")
 _KERNEL = re.compile(r"_gem[mv]_mha\w*")
 _PROFILE = re.compile(r" \[profile (\d+)\]")
 _LAYER = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
+# A kernel that reads a matrix as it is stored; one that unpacks it reads it too, but stands for no product.
+_STORED = re.compile(r"\b(?:Int4|Int8|FP8)\b", re.IGNORECASE)
 # The kernel for one query a row; it reads the cache where it lies. Others copy the cache twice a layer.
 _IN_PLACE = "_gemv_mha"
 # Layers that a message names before it counts.
@@ -65,11 +67,28 @@ class ProfileProof:
         plan: Fused kernels by name, as the first way found them: the plan's bytes, or the inspector.
         log: The same, as the builder's log has them.
         decomposed: Attention layers without a fused kernel; with the fused ones they are all.
+        unpacked: Quantised matrices that no product reads as they are stored: each step unpacks them to memory first.
     """
 
     plan: dict[str, int]
     log: dict[str, int]
     decomposed: tuple[str, ...] = ()
+    unpacked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Product:
+    """The product with a quantised matrix, as nodes of the graph that was parsed.
+
+    Attributes:
+        matrix: ``blocks.3.attention.query``.
+        dequantize: Name of the matrix's DequantizeLinear.
+        product: Name of the MatMul.
+    """
+
+    matrix: str
+    dequantize: str
+    product: str
 
 
 def kernels_in_plan(plan: bytes | memoryview) -> list[Kernel]:
@@ -79,7 +98,11 @@ def kernels_in_plan(plan: bytes | memoryview) -> list[Kernel]:
 
 def kernels_in_log(text: str, n_profiles: int) -> list[list[Kernel]]:
     """Every fused attention kernel of each profile, from the builder's ``Layers:`` message."""
-    return _by_profile([(*match.groups(), match.group(0)) for match in _ROW.finditer(text)], n_profiles)
+    return _attentions(_by_profile(_logged(text), n_profiles))
+
+
+def _logged(text: str) -> list[_Row]:
+    return [_Row(*match.groups(), match.group(0)) for match in _ROW.finditer(text)]
 
 
 def kernels_by_inspector(text: str, n_profiles: int) -> list[list[Kernel]]:
@@ -88,31 +111,61 @@ def kernels_by_inspector(text: str, n_profiles: int) -> list[list[Kernel]]:
     Raises:
         InputError: It is no JSON with a list of detailed layers.
     """
+    return _attentions(_by_profile(_inspected(text), n_profiles))
+
+
+def _inspected(text: str) -> list[_Row]:
     try:
         layers = json.loads(text)["Layers"]
         rows = []
         for layer in layers:
             if match := _INSPECTED.fullmatch(layer["Name"]):
-                rows.append((match.group(1), match.group(2), layer.get("Metadata", ""), json.dumps(layer)))
+                rows.append(_Row(match.group(1), match.group(2), layer.get("Metadata", ""), json.dumps(layer)))
     except (ValueError, KeyError, TypeError) as e:
         raise InputError(f"The engine inspector gives no detailed layers ({e!r}), so that nothing is proven.", _REPORT) from e
-    return _by_profile(rows, n_profiles)
+    return rows
 
 
-def _by_profile(rows: Sequence[tuple[str, str, str, str]], n_profiles: int) -> list[list[Kernel]]:
-    """Fused kernels among rows of (name, part number, metadata, whole text).
+class _Row(NamedTuple):
+    """One kernel of a list of layers: its name, the number of its part of the engine, and the layers it stands for."""
 
-    A profile's rows share a part number; tensors of every profile but the first carry its number in their names.
-    """
+    name: str
+    part: str
+    metadata: str
+    whole: str
+
+
+def _by_profile(rows: Sequence[_Row], n_profiles: int) -> list[list[_Row]]:
+    """A profile's rows share a part number; tensors of every profile but the first carry its number in their names."""
     profile_of: dict[str, int] = {}
-    for _, part, _, whole in rows:
-        profile_of.setdefault(part, 0)
-        if mark := _PROFILE.search(whole):
-            profile_of[part] = int(mark.group(1))
-    found: list[list[Kernel]] = [[] for _ in range(n_profiles)]
-    for name, part, metadata, _ in rows:
-        if _KERNEL.fullmatch(name) and profile_of[part] < n_profiles:
-            found[profile_of[part]].append(Kernel(name, _layers(metadata)))
+    for row in rows:
+        profile_of.setdefault(row.part, 0)
+        if mark := _PROFILE.search(row.whole):
+            profile_of[row.part] = int(mark.group(1))
+    found: list[list[_Row]] = [[] for _ in range(n_profiles)]
+    for row in rows:
+        if profile_of[row.part] < n_profiles:
+            found[profile_of[row.part]].append(row)
+    return found
+
+
+def _attentions(profiles: list[list[_Row]]) -> list[list[Kernel]]:
+    return [[Kernel(r.name, _layers(r.metadata)) for r in rows if _KERNEL.fullmatch(r.name)] for rows in profiles]
+
+
+def unpacked_matrices(listed: str, products: Sequence[Product], n_profiles: int) -> list[tuple[str, ...]]:
+    """Matrices of each profile that no kernel multiplies as they are stored.
+
+    Args:
+        listed: The builder's ``Layers:`` message, or the inspector's JSON.
+        products: Of every quantised matrix.
+        n_profiles: How many profiles the plan has.
+    """
+    rows = _inspected(listed) if listed.lstrip().startswith("{") else _logged(listed)
+    found = []
+    for profile in _by_profile(rows, n_profiles):
+        read = [set(_layers(row.metadata)) for row in profile if _STORED.search(row.whole)]
+        found.append(tuple(p.matrix for p in products if not any({p.dequantize, p.product} <= layers for layers in read)))
     return found
 
 

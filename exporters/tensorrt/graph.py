@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from onnx import inliner
 
 from tformer_deploy.errors import InputError
+from tformer_deploy.exporters.tensorrt.fusion import Product
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,6 +59,23 @@ def fixed_graph(path: Path, capacity: int, expand_attention: bool = False) -> by
         proto = inliner.inline_selected_functions(onnx.shape_inference.infer_shapes(proto), [("", "Attention")], False, True)
     data: bytes = proto.SerializeToString(deterministic=True)
     return data
+
+
+def fp8_file(phase: str) -> str:
+    """Name of a phase's graph with FP8 products, beside the graph that it was made from."""
+    return f"{phase}.fp8.onnx"
+
+
+def quantised_products(graph: bytes) -> list[Product]:
+    """Every product of a fixed graph with a matrix that a DequantizeLinear makes."""
+    nodes = onnx.load_from_string(graph).graph.node
+    dequantized = {node.output[0]: node for node in nodes if node.op_type == "DequantizeLinear"}
+    found = []
+    for node in nodes:
+        matrix = dequantized.get(node.input[1]) if node.op_type == "MatMul" else None
+        if matrix is not None:
+            found.append(Product(matrix.output[0].removesuffix(".weight.dequantized"), matrix.name, node.name))
+    return found
 
 
 def name_by_layer(graph: onnx.GraphProto) -> None:

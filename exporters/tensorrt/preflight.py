@@ -52,6 +52,7 @@ class Plan:
         max_batch: Most rows.
         parts: The plans, in order.
         reports: What will become of the attention, phase by phase.
+        fp8: The blocks' matrices, and what they multiply, are rounded to FP8.
     """
 
     dtype: DType
@@ -60,6 +61,7 @@ class Plan:
     max_batch: int
     parts: tuple[PlanPart, ...]
     reports: tuple[PhaseReport, ...]
+    fp8: bool = False
 
     @property
     def unfusable_phases(self) -> tuple[str, ...]:
@@ -75,6 +77,7 @@ def make_plan(
     prompt_buckets: tuple[int, ...],
     layout: Layout = "shared",
     allow_decomposed: bool = False,
+    fp8: bool = False,
 ) -> Plan:
     """The capacity, and each plan's profiles.
 
@@ -87,14 +90,21 @@ def make_plan(
         layout: ``shared``: the decode graph with decode and prefill profiles. ``split``: the decode graph with a decode and an
             extend profile, and the prefill graph. ``decode``: the first of those two alone.
         allow_decomposed: An attention that cannot fuse is built from its parts.
+        fp8: The blocks' matrices are multiplied in FP8.
 
     Raises:
         UsageError: A number is out of range.
         InputError: An attention of a phase cannot fuse, and ``allow_decomposed`` is False or does not help; or the matrices are
             stored as no engine reads them.
     """
-    if fault := no_engine(manifest.quantization):
+    if fault := no_engine(manifest.quantization, cast=dtype != manifest.dtype):
         raise InputError(f"No engine can be made of this bundle: {fault[0]}", fault[1])
+    if fp8 and (manifest.dtype != "fp32" or manifest.quantization is not None or dtype == "fp32"):
+        stored = manifest.dtype if manifest.quantization is None else manifest.quantization.kind
+        raise InputError(
+            f"FP8 products are made from an fp32 bundle for an fp16 or bf16 engine; this bundle is {stored}, the engine {dtype}.",
+            "Export the checkpoint in fp32 without --quantize, and give --dtype fp16 or bf16.",
+        )
     if max_batch < 1:
         raise UsageError(f"--max-batch is {max_batch}; expected at least 1.", "Choose a number from 1.")
     capacity = capacity_for(manifest, capacity)
@@ -112,7 +122,7 @@ def make_plan(
     phases = dict.fromkeys(profile.phase for part in parts for profile in part.profiles)
     reports = preflight(manifest.config, dtype, capacity, tuple(phases), square=layout == "split")
     _refuse(reports, allow_decomposed)
-    return Plan(dtype, layout, capacity, max_batch, parts, tuple(reports))
+    return Plan(dtype, layout, capacity, max_batch, parts, tuple(reports), fp8)
 
 
 def capacity_for(manifest: Manifest, capacity: int | None) -> int:

@@ -24,8 +24,8 @@ from typing import Any
 from tformer_deploy.bundle.engine_record import attention_layers
 from tformer_deploy.errors import InputError, ResourceError, TformerError
 from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour
-from tformer_deploy.exporters.tensorrt.fusion import ProofTarget, prove_by_inspector, prove_fusion
-from tformer_deploy.exporters.tensorrt.graph import fixed_graph
+from tformer_deploy.exporters.tensorrt.fusion import ProofTarget, prove_by_inspector, prove_fusion, unpacked_matrices
+from tformer_deploy.exporters.tensorrt.graph import fixed_graph, quantised_products
 from tformer_deploy.exporters.tensorrt.monitor import progress_monitor
 
 _PR_SET_PDEATHSIG = 1
@@ -115,6 +115,8 @@ def build_plan(flavour: Flavour, request: dict[str, Any], output: int, send: Any
     else:
         proofs, agrees = prove_by_inspector(inspected, log, attentions, targets)
         ways = ["inspector", "log"] if agrees else ["inspector"]
+    unpacked = unpacked_matrices(inspected or log, quantised_products(graph), len(targets))
+    proofs = [dataclasses.replace(proof, unpacked=names) for proof, names in zip(proofs, unpacked, strict=True)]
     with os.fdopen(output, "wb") as file:
         file.write(data)
     return {

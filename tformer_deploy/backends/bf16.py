@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 
 from tformer_deploy.bundle.manifest import WEIGHTS
-from tformer_deploy.bundle.signature import PHASES
 from tformer_deploy.errors import CapabilityError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tformer_deploy.bundle import Bundle
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _BFLOAT16, _FLOAT = 16, 1  # onnx.TensorProto
 
 
-def write_fp32_graphs(bundle: Bundle, folder: Path) -> None:
-    """Writes prefill.onnx, decode.onnx and weights.bin in fp32 into ``folder``.
+def write_fp32_graphs(bundle: Bundle, folder: Path, names: Sequence[str] = ("prefill.onnx", "decode.onnx")) -> None:
+    """Writes graphs of a bundle (prefill.onnx and decode.onnx) and weights.bin in fp32 into ``folder``.
 
     Raises:
         CapabilityError: The package onnx is not installed.
@@ -39,10 +39,10 @@ def write_fp32_graphs(bundle: Bundle, folder: Path) -> None:
             data = bundle.tensor(name).astype(np.float32).tobytes()
             offsets[name] = (file.tell(), len(data))
             file.write(data)
-    for phase in PHASES:
-        proto = onnx.load(bundle.path / f"{phase}.onnx", load_external_data=False)
+    for name in names:
+        proto = onnx.load(bundle.path / name, load_external_data=False)
         _cast_graph(proto.graph, offsets)
-        (folder / f"{phase}.onnx").write_bytes(proto.SerializeToString(deterministic=True))
+        (folder / name).write_bytes(proto.SerializeToString(deterministic=True))
 
 
 def _cast_graph(graph: Any, offsets: dict[str, tuple[int, int]]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tformer_deploy.bundle.engine_fields import Fields
+from tformer_deploy.bundle.quantization import WHOLE
 from tformer_deploy.bundle.signature import PHASES
 from tformer_deploy.config import DTYPES
 from tformer_deploy.errors import InputError
@@ -17,9 +18,11 @@ from tformer_deploy.strict_json import parse_object
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SCHEMA = 2
+SCHEMA = 3
 ENGINES, SIDECAR, GRAPH = "engines", "engine.json", "graph"
 FLAVOURS = ("rtx", "tensorrt")
+# Matrices of 8-bit floating-point numbers (E4M3), with rows rounded to them too.
+FP8 = "fp8"
 # Layout → its plans, each a file <name>.engine.
 LAYOUTS: dict[str, tuple[str, ...]] = {"shared": ("shared",), "split": ("decode", "prefill"), "decode": ("decode",)}
 # decode: one new token a row. prefill: a whole prompt. extend: several new tokens behind what the cache holds.
@@ -43,6 +46,8 @@ class EngineProfile:
         log_kernels: The same, as the builder's log lists them.
         decomposed: Attention layers that are *not* one fused kernel here, ``blocks.3.attention``; empty unless they were
             allowed by name. With the fused ones they are all attention layers.
+        unpacked: Quantised matrices, ``blocks.3.attention.query``, that no product reads as they are stored here: each step writes
+            them to memory in the engine's dtype first.
     """
 
     name: str
@@ -53,6 +58,7 @@ class EngineProfile:
     plan_kernels: dict[str, int]
     log_kernels: dict[str, int]
     decomposed: tuple[str, ...] = ()
+    unpacked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ class EngineRecord:
         layout: ``shared``: one plan of the decode graph with decode and prefill profiles, weights once; ``split``: a plan of
             each graph; ``decode``: a plan of the decode graph alone.
         dtype: dtype of weights and caches in the plans.
+        matrices: How the blocks' matrices lie in the plans: ``dtype``, or ``int8``, ``int4``, ``fp8``.
         capacity: Slots of every cache row.
         max_batch: Most rows.
         attentions: Attention layers; each profile has that many, fused but for those it names.
@@ -127,6 +134,7 @@ class EngineRecord:
     compute_capabilities: tuple[str, ...]
     layout: str
     dtype: str
+    matrices: str
     capacity: int
     max_batch: int
     attentions: int
@@ -142,7 +150,9 @@ class EngineRecord:
     def name(self) -> str:
         """The name of the engine's folder."""
         layout = "" if self.layout == "shared" else f"-{self.layout}"
-        return f"{self.flavour}-{self.version}-{self.target}-{self.dtype}-c{self.capacity}{layout}"
+        # A bundle has one sort of whole numbers; fp8 is made for the engine, beside one without.
+        matrices = f"-{FP8}" if self.matrices == FP8 else ""
+        return f"{self.flavour}-{self.version}-{self.target}-{self.dtype}{matrices}-c{self.capacity}{layout}"
 
     @property
     def profiles(self) -> tuple[EngineProfile, ...]:
@@ -158,6 +168,21 @@ class EngineRecord:
     def unfused(self) -> dict[str, tuple[str, ...]]:
         """Profile → attention layers that are not fused; empty for an engine whose fusion is proven throughout."""
         return {profile.name: profile.decomposed for profile in self.profiles if profile.decomposed}
+
+    @property
+    def unpacked(self) -> dict[str, int]:
+        """Profile → number of quantised matrices that no product reads as they are stored."""
+        return {profile.name: len(profile.unpacked) for profile in self.profiles if profile.unpacked}
+
+    @property
+    def products(self) -> str | None:
+        """How quantised matrices are multiplied, for a reader; None where there are none."""
+        if self.matrices == self.dtype:
+            return None
+        if not self.unpacked:
+            return f"{self.matrices} matrices multiplied as stored"
+        found = ", ".join(f"{count} in {name}" for name, count in self.unpacked.items())
+        return f"{self.matrices} matrices UNPACKED to {self.dtype} at each step: {found}"
 
     @property
     def proof(self) -> str:
@@ -180,7 +205,7 @@ class EngineRecord:
             f"layout {self.layout}, {self.dtype}, capacity {self.capacity}, batch ≤ {self.max_batch}, GPUs "
             f"{' '.join(self.compute_capabilities)}, {plans} (weights {_mib(self.weights_bytes)} a plan), caches "
             f"{_mib(self.cache_row_bytes)} a row and {_mib(self.cache_row_bytes * self.max_batch)} for {self.max_batch}"
-            f"{derived}; {self.proof}; not executed"
+            f"{derived}; {self.proof}{'; ' + self.products if self.products else ''}; not executed"
         )
 
 
@@ -264,6 +289,7 @@ def _record(fields: Fields) -> EngineRecord:
         compute_capabilities=fields.words("compute_capabilities"),
         layout=fields.choice("layout", tuple(LAYOUTS)),
         dtype=fields.choice("dtype", DTYPES),
+        matrices=fields.choice("matrices", (*DTYPES, *WHOLE, FP8)),
         capacity=fields.whole("capacity"),
         max_batch=fields.whole("max_batch"),
         attentions=fields.whole("attentions"),
@@ -303,6 +329,7 @@ def _profile(fields: Fields) -> EngineProfile:
         plan_kernels=fields.counts("plan_kernels"),
         log_kernels=fields.counts("log_kernels"),
         decomposed=fields.texts("decomposed"),
+        unpacked=fields.texts("unpacked"),
     )
     fields.finish()
     return profile

@@ -134,11 +134,31 @@ def unfusable(config: ModelConfig, dtype: DType, capacity: int) -> list[tuple[st
     return found
 
 
-def no_engine(quantization: Quantization | None) -> tuple[str, str] | None:
-    """Why no engine can be made of matrices stored so, and what to do about it; None where one can."""
-    if quantization is None or not quantization.dynamic:
+def no_engine(quantization: Quantization | None, cast: bool) -> tuple[str, str] | None:
+    """Why no engine can be made of matrices stored so, and what to do about it; None where one can.
+
+    Args:
+        quantization: The bundle's.
+        cast: The engine's dtype is another one than the bundle's: its graph is derived, in which rows are not rounded.
+    """
+    if quantization is None or not quantization.dynamic or cast:
         return None
     return (
         f"matrices are {quantization.kind}: its graphs multiply whole numbers (MatMulInteger), which TensorRT has no operator for.",
-        "Run this bundle on ONNX Runtime; for an engine, export the checkpoint with --quantize int8 or int4.",
+        "Give --dtype fp16 or bf16: the graph is then derived, with the same matrices and rows that are not rounded.",
+    )
+
+
+def unpacking(quantization: Quantization | None) -> str | None:
+    """Why no kernel of TensorRT reads such matrices as they are stored; None where one does.
+
+    Measured on TensorRT-RTX 1.7: int4 is multiplied as it is stored in blocks, and unpacked with one scale an output; int8 is
+    the other way round.
+    """
+    if quantization is None or "int8" not in (quantization.kind, quantization.head):
+        return None
+    some = "int8 matrices" if quantization.kind == "int8" else "the int8 head"
+    return (
+        f"{some} in blocks of {quantization.block} will be UNPACKED to memory at each step: TensorRT multiplies int8 as it is stored "
+        "only with one scale an output, and is slower so than in fp16. For an engine export with --quantize int4, or int8-dynamic."
     )

@@ -181,8 +181,12 @@ def _tensor(name: str, raw: Any) -> TensorRecord:
 def _quantization(raw: Any) -> Quantization:
     record = _object(raw, "quantization")
     _exact_keys(record, {f.name for f in dataclasses.fields(Quantization)}, f"{MANIFEST}: quantization")
-    dynamic = record["kind"] == DYNAMIC  # its head is too, and its scales are of whole inputs
-    heads, blocks = ((DYNAMIC,), (None,)) if dynamic else (WHOLE, BLOCKS)
+    heads: tuple[str, ...] = WHOLE
+    blocks: tuple[int | None, ...] = BLOCKS
+    if record["kind"] == DYNAMIC:  # its head is too, and its scales are of whole inputs
+        heads, blocks = (DYNAMIC,), (None,)
+    elif record["block"] is None:  # a graph derived from such a bundle
+        heads, blocks = ("int8",), (None,)
     for name, choices in (("kind", KINDS), ("head", heads), ("block", blocks)):
         value = record[name]
         if isinstance(value, bool) or value not in choices:

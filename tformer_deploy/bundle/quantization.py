@@ -45,7 +45,8 @@ class Quantization:
     Attributes:
         kind: Of the blocks' projections.
         head: Of the head.
-        block: Inputs that share a scale, at most; :func:`block_for` says how many really do. None in int8-dynamic: all of them.
+        block: Inputs that share a scale, at most; :func:`block_for` says how many really do. None in int8-dynamic, and in int8
+            graphs that are derived from it for an engine: all of them.
         calibration: What the weights were rounded for; None: each to the nearest.
     """
 
@@ -60,13 +61,19 @@ class Quantization:
         return self.kind == DYNAMIC
 
     @property
+    def stored(self) -> Whole:
+        """How the blocks' matrices are stored."""
+        return "int8" if self.kind == DYNAMIC else self.kind  # type: ignore[return-value]
+
+    @property
     def sentence(self) -> str:
         """For a reader."""
         head = "" if self.head == self.kind else f", the head in {self.head}"
         known = "each value rounded to the nearest; nothing was known of activations"
         if self.calibration is not None:
             known = f"rounded for {self.calibration.tokens} tokens of {self.calibration.name}"
-        scales = "one scale an output, and one a row of activations" if self.dynamic else f"blocks of {self.block}"
+        scales = "one scale an output" if self.block is None else f"blocks of {self.block}"
+        scales += ", and one a row of activations" if self.dynamic else ""
         return f"Matrices in {self.kind}, {scales}{head}: {known}."
 
     def kind_of(self, name: str) -> Whole:

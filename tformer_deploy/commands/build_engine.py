@@ -54,11 +54,16 @@ if TYPE_CHECKING:
     "--range-scan", type=click.Path(path_type=Path), default=None,
     help="A text or JSONL file of real prompts: name the values inside the model that overflow fp16 on them.",
 )  # fmt: skip
+@click.option(
+    "--fp8", type=click.Path(path_type=Path), default=None,
+    help="Multiply the blocks' matrices in FP8 (GPUs from 8.9); scales are measured on the prompts of this text or JSONL file.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace an engine of the same name.")
 @click.option("--json", "as_json", is_flag=True, help="Print the engine's record as one JSON object.")
 def command(
     bundle: Path, flavour: str, layout: str, dtype: DType | None, capacity: int | None, max_batch: int, buckets: tuple[int, ...],
-    buckets_from: Path | None, targets: tuple[str, ...], allow_decomposed: bool, range_scan: Path | None, force: bool, as_json: bool,
+    buckets_from: Path | None, targets: tuple[str, ...], allow_decomposed: bool, range_scan: Path | None, fp8: Path | None, force: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Compile BUNDLE: a decode profile for one new token a row, and a prefill profile for each prompt bucket.
 
@@ -69,7 +74,7 @@ def command(
         built: Any = api.build_engine(
             bundle, flavour=flavour, layout=layout, dtype=dtype, capacity=capacity, max_batch=max_batch, prompt_buckets=buckets,
             prompt_buckets_from=buckets_from, targets=targets, allow_decomposed=allow_decomposed, range_scan=range_scan,
-            force=force, on_note=bar.note, on_progress=bar.update,
+            fp8=fp8, force=force, on_note=bar.note, on_progress=bar.update,
         )  # fmt: skip
     if as_json:
         figures = {"path": str(built.path), "build_s": built.build_s, "peak_mib": built.peak_mib}
@@ -97,6 +102,8 @@ def _render(built: Any, console: Console) -> None:
         f"{record.size / 2**20:.1f} MiB, built in {built.build_s:.1f} s, builder's peak {built.peak_mib:,.0f} MiB",
         highlight=False,
     )
+    if record.products is not None:
+        console.print(f"[{'bold red' if record.unpacked else 'default'}]{record.products}[/].", highlight=False)
     if record.graph is not None:
         console.print(
             f"{record.dtype} graph beside the engine: {record.graph.checks} checks against the fp32 one on ONNX Runtime, none red"

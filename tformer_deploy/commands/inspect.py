@@ -82,7 +82,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 def _engine_faults(bundle: Bundle, dtype: DType) -> list[str]:
     """Why TensorRT makes no engine of a bundle in a dtype."""
     manifest = bundle.manifest
-    stored = no_engine(manifest.quantization)
+    stored = no_engine(manifest.quantization, cast=dtype != manifest.dtype)
     if stored is not None:
         return [stored[0]]
     return [fault for fault, _ in unfusable(manifest.config, dtype, min(manifest.max_length, DEFAULT_CAPACITY))]
@@ -159,11 +159,12 @@ def _render_engine(engine: dict[str, Any], console: Console) -> None:
         return
     console.print(f"engine {engine['flavour']} {engine['version']}: {engine['summary']}", highlight=False, markup=False)
     table = Table(
-        "plan", "profile", "rows", "new tokens a row", "logits a row", "fused attention", "not fused", title_justify="left"
-    )
+        "plan", "profile", "rows", "new tokens a row", "logits a row", "fused attention", "not fused", "matrices unpacked",
+        title_justify="left",
+    )  # fmt: skip
     for plan in record["plans"]:
         for p in plan["profiles"]:
             fused = ", ".join(f"{n} × {kernel}" for kernel, n in p["plan_kernels"].items()) or "none"
             ranges = ["–".join(map(str, dict.fromkeys((low, high)))) for low, _, high in (p["batch"], p["sequence"], p["logits"])]
-            table.add_row(plan["file"], p["name"], *ranges, fused, ", ".join(p["decomposed"]) or "none")
+            table.add_row(plan["file"], p["name"], *ranges, fused, ", ".join(p["decomposed"]) or "none", str(len(p["unpacked"])))
     console.print(table)
