@@ -229,6 +229,10 @@ _CURES = (
         r"external|weights file|failed to open|could not open",
         "Run `tformer-deploy inspect` on the bundle: it verifies its files.",
     ),
+    (
+        r"Myelin\w*Exception",
+        "A check inside TensorRT's compiler failed: try another --max-batch, or a bundle exported with another --block or --dtype.",
+    ),
     (r"compute capability|\bsm_?\d\d", "Leave --target out, or name the GPUs that this TensorRT supports."),
 )
 
