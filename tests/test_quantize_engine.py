@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from conftest import LLAMA_LIKE, hot_decoder
 
@@ -20,7 +21,9 @@ from tformer_deploy.errors import InputError
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
 
+from tformer_deploy.exporters.tensorrt import worker
 from tformer_deploy.exporters.tensorrt.derive import BundleSource, derive_bundle
+from tformer_deploy.exporters.tensorrt.graph import fixed_graph
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +97,50 @@ def test_engine_when_int4_in_blocks_then_is_multiplied_as_stored_and_int8_in_blo
     assert [p.unpacked for p in built.record.profiles] == [("head",), ("head",)]
     assert any(note.startswith("WARNING: the int8 head in blocks of 32 will be UNPACKED") for note in notes)
     assert "UNPACKED to fp16 at each step: 1 in decode, 1 in prefill-16" in built.record.summary
+
+
+@pytest.fixture(scope="module")
+def one_block(tmp_path_factory) -> Path:
+    """Every product of the model's width has one block: gate and up, query, key and value could be merged."""
+    folder = tmp_path_factory.mktemp("one_block")
+    hot_decoder(replace(LLAMA_LIKE, n_layers=1)).save_pretrained(folder / "checkpoint")
+    return api.export(folder / "checkpoint", folder / "bundle", quantize="int8", block=64, check=False)
+
+
+@pytest.mark.parametrize("layout", ["shared", "split"])
+def test_engine_when_int8_is_one_block_and_there_is_one_row_then_is_built_and_fused(one_block, tmp_path, layout):
+    path = shutil.copytree(one_block, tmp_path / "b")
+    built = tformer_deploy.build_engine(path, dtype="fp16", capacity=64, max_batch=1, layout=layout, targets=("8.9",))
+    assert {sum(p.plan_kernels.values()) for p in built.record.profiles} == {1}
+
+
+def test_graph_when_a_matrix_is_one_block_of_int8_then_its_scales_are_by_column_and_it_computes_the_same(one_block, tmp_path):
+    """Matrices of two blocks stay as they are, and the logits have the same bits."""
+    opened = open_bundle(one_block)
+    changed = onnx.load_from_string(fixed_graph(opened.prefill_path, 64))
+    dims = {tensor.name: list(tensor.dims) for tensor in changed.graph.initializer}
+    assert dims["blocks.0.feed_forward.up.scale"] == [LLAMA_LIKE.d_ff]
+    assert dims["blocks.0.feed_forward.down.scale"] == [2, LLAMA_LIKE.d_model]
+    folder = shutil.copytree(one_block, tmp_path / "b")
+    (folder / "changed.onnx").write_bytes(changed.SerializeToString())
+    found, wanted = first_logits(folder / "changed.onnx"), first_logits(opened.prefill_path)
+    assert np.abs(wanted).max() > 1
+    assert np.array_equal(found, wanted)
+
+
+def first_logits(path: Path) -> np.ndarray:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options)
+    feed = {"input_ids": np.arange(18).reshape(2, 9), "logit_positions": np.tile(np.arange(9), (2, 1))}
+    for value in session.get_inputs():
+        if value.name not in feed:
+            feed[value.name] = np.zeros([2, *(64 if d == "capacity" else d for d in value.shape[1:])], np.float32)
+    return session.run(None, feed)[0]
+
+
+def test_error_when_the_compiler_fails_a_check_of_its_own_then_the_hint_says_what_to_change():
+    """Seen with int8 in one block before its scales went by column."""
+    error = "Error Code 1: Myelin ([myelin_graph.h:1295: …] MyelinCheckException: operand.h:534: CHECK(is_value()) failed."
+    assert "--max-batch" in worker._cure(error)

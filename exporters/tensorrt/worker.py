@@ -2,14 +2,15 @@
 
 It starts in the folder of the graph and its weights, and writes the plan to an open file descriptor.
 
-A fresh process whose addresses are not randomised gives the same bytes for the same input (a second build in one process
-does not; with random addresses one build in ten differs in 9 bytes), gives its memory back, and can be stopped at any
+A fresh process whose addresses are not randomised, and whose threads do not race, gives the same bytes for the same input
+nearly always (docs/engines.md has figures; a second build in one process never does), gives its memory back, and can be stopped at any
 moment. It writes JSON lines on stdout: ``progress``, then ``result`` or ``error``. The plan is written only when fusion is
 proven.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import hashlib
@@ -18,6 +19,7 @@ import os
 import re
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,9 @@ def main() -> int:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no builder behind
         if _RESTARTED not in os.environ and fix_addresses():
             # It takes effect at the next exec; the pipe and the signal above outlive that.
-            command = [sys.executable, "-m", "tformer_deploy.exporters.tensorrt.worker", *sys.argv[1:]]
+            command = [sys.executable, "-P", "-m", "tformer_deploy.exporters.tensorrt.worker", *sys.argv[1:]]
             os.execve(sys.executable, command, os.environ | {_RESTARTED: "1", "PYTHONHASHSEED": "0"})
+        take_turns()
     request = json.loads(sys.stdin.buffer.read())
     # The library may print on its own; only JSON lines may reach the parent.
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -56,7 +59,11 @@ def main() -> int:
         pipe.flush()
 
     try:
-        send("result", **build_plan(load_flavour(request["flavour"]), request, int(sys.argv[1]), send))
+        flavour = load_flavour(request["flavour"])
+        # A new thread allocates in a region of its own: what was allocated before, variables and paths among it, moves nothing there.
+        with ThreadPoolExecutor(1) as apart:
+            found = apart.submit(build_plan, flavour, request, int(sys.argv[1]), send).result()
+        send("result", **found)
     except TformerError as e:
         send("error", message=e.message, hint=e.hint, exit_code=e.exit_code)
         return 1
@@ -72,6 +79,18 @@ def fix_addresses() -> bool:
     personality.argtypes, personality.restype = [ctypes.c_ulong], ctypes.c_int
     current = personality(_QUERY)
     return current != -1 and personality(current | _ADDR_NO_RANDOMIZE) != -1
+
+
+def take_turns() -> None:
+    """Makes the builder's threads race less: on one CPU, where a new one does not interrupt the one before.
+
+    It starts up to four at a time for each kernel. Which memory a thread gets depends on which ended before, and addresses decide
+    the builder's order of work: left to race, one build in three of a larger model differs in some bytes.
+    """
+    with contextlib.suppress(OSError):  # a system that forbids it builds all the same
+        current = ctypes.CDLL(None).sched_getcpu()
+        os.sched_setaffinity(0, {current} if current >= 0 else os.sched_getaffinity(0))
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def build_plan(flavour: Flavour, request: dict[str, Any], output: int, send: Any) -> dict[str, Any]:
@@ -230,6 +249,10 @@ _CURES = (
     (
         r"external|weights file|failed to open|could not open",
         "Run `tformer-deploy inspect` on the bundle: it verifies its files.",
+    ),
+    (
+        r"Myelin\w*Exception",
+        "A check inside TensorRT's compiler failed: try another --max-batch, or a bundle exported with another --block or --dtype.",
     ),
     (r"compute capability|\bsm_?\d\d", "Leave --target out, or name the GPUs that this TensorRT supports."),
 )
