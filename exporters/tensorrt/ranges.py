@@ -128,7 +128,9 @@ def compared_prompts(bundle: Bundle) -> Prompts:
     """The rows that graphs in two dtypes are compared on; they are random, for a model is compared without a text."""
     plan = make_plan(bundle.manifest.config, bundle.manifest.max_length, "quick")
     return Prompts(
-        plan.rows, "random tokens", "They are no real prompts, which may reach further: give some with --range-scan FILE."
+        plan.rows,
+        "random tokens",
+        "Random tokens are no real prompts, which may reach further: give some with --range-scan FILE.",
     )
 
 
