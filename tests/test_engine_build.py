@@ -17,7 +17,8 @@ import torch
 
 import tformer_deploy
 from tformer_deploy.bundle import open_bundle
-from tformer_deploy.bundle.engines import ENGINES, GRAPH, SIDECAR, list_engines, read_engine, require_engine
+from tformer_deploy.bundle.engine_choice import choose_engine
+from tformer_deploy.bundle.engines import ENGINES, GRAPH, SIDECAR, list_engines, read_engine
 from tformer_deploy.cli import run
 from tformer_deploy.config import ModelConfig, RopeConfig
 from tformer_deploy.errors import InputError, UsageError
@@ -59,7 +60,9 @@ def test_engine_when_built_then_is_proven_sealed_and_beside_an_untouched_core(fp
         ("prefill-64", (17, 64, 64), {"_gemm_mha_v2": 3}, {"_gemm_mha_v2": 3}),
     ]
     assert built.record.core_sha256 == bundle.core_sha256
-    assert require_engine(bundle, "rtx", trt.__version__, "8.9") == (built.path, built.record)
+    choice = choose_engine(bundle, {"rtx": trt.__version__}, "8.9")
+    assert (choice.folder, choice.record) == (built.path, built.record)
+    assert read_engine(bundle, built.path) == built.record
     assert said == sorted(said)
     assert said[-1] == 1.0
     assert 50 < built.peak_mib < 4000

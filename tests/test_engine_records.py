@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tformer_deploy.bundle import Bundle, open_bundle
+from tformer_deploy.bundle.engine_choice import choose_engine
 from tformer_deploy.bundle.engines import (
     ENGINES,
     GRAPH,
@@ -24,7 +25,6 @@ from tformer_deploy.bundle.engines import (
     list_engines,
     parse_record,
     read_engine,
-    require_engine,
 )
 from tformer_deploy.bundle.manifest import MANIFEST
 from tformer_deploy.cli import run
@@ -32,6 +32,7 @@ from tformer_deploy.errors import CapabilityError, InputError
 
 DATA, DERIVED = b"a plan" * 100, b"a manifest"
 PLAN = "shared.engine"
+HERE = {"rtx": "1.7.1.116"}
 
 
 ONE, MANY = {"_gemv_mha_v1": 3}, {"_gemm_mha_v2": 3}
@@ -115,13 +116,15 @@ def test_engine_when_intact_then_is_listed_and_found(bundle: Bundle, engine: Pat
     assert "3 × _gemv_mha_v1" in entry.summary
     assert "not executed" in entry.summary
     json.dumps(dataclasses.asdict(entry))  # what inspect --json prints
-    assert require_engine(bundle, "rtx", "1.7.1.116", "8.9") == (engine, make_record(bundle))
+    choice = choose_engine(bundle, HERE, "8.9")
+    assert (choice.folder, choice.record, choice.others) == (engine, make_record(bundle), ())
+    assert read_engine(bundle, engine) == choice.record
 
 
 def test_bundle_when_without_engines_then_lists_none_and_says_how_to_build(bundle: Bundle):
     assert list_engines(bundle) == []
-    with pytest.raises(CapabilityError, match="There is none at all") as e:
-        require_engine(bundle, "rtx", "1.7.1.116")
+    with pytest.raises(CapabilityError, match=r"has no engine\.") as e:
+        choose_engine(bundle, HERE)
     assert "build-engine" in (e.value.hint or "")
 
 
@@ -129,7 +132,7 @@ def test_bundle_when_without_engines_then_lists_none_and_says_how_to_build(bundl
     ("flavour", "version", "gpu", "words"),
     [
         ("rtx", "1.8.0.1", "8.9", "1.8.0.1 is installed"),
-        ("tensorrt", "1.7.1.116", "8.9", "flavour rtx"),
+        ("tensorrt", "1.7.1.116", "8.9", "flavour rtx; tensorrt 1.7.1.116 is installed"),
         ("rtx", "1.7.1.116", "9.0", "this GPU has 9.0"),
     ],
 )
@@ -137,7 +140,7 @@ def test_engine_when_for_another_runtime_or_gpu_then_is_refused_as_a_capability(
     bundle: Bundle, engine: Path, flavour: str, version: str, gpu: str, words: str
 ):
     with pytest.raises(CapabilityError, match=words) as e:
-        require_engine(bundle, flavour, version, gpu)
+        choose_engine(bundle, {flavour: version}, gpu)
     assert e.value.exit_code == 4
     assert "build-engine" in (e.value.hint or "")
 
@@ -146,14 +149,14 @@ def test_plan_when_truncated_then_is_refused_and_listed_with_its_fault(bundle: B
     (engine / PLAN).write_bytes(DATA[:-1])
     assert "599 bytes" in (list_engines(bundle)[0].fault or "")
     with pytest.raises(InputError, match="599 bytes") as e:
-        require_engine(bundle, "rtx", "1.7.1.116")
+        choose_engine(bundle, HERE)
     assert e.value.exit_code == 3
 
 
 def test_plan_when_one_bit_flips_then_is_refused_before_it_is_used(bundle: Bundle, engine: Path):
     (engine / PLAN).write_bytes(bytes([DATA[0] ^ 1]) + DATA[1:])
     with pytest.raises(InputError, match=r"shared\.engine has sha256"):
-        require_engine(bundle, "rtx", "1.7.1.116")
+        read_engine(bundle, engine)
 
 
 def test_plan_when_a_symbolic_link_then_is_refused(bundle: Bundle, engine: Path, tmp_path: Path):
@@ -175,7 +178,7 @@ def test_engine_when_the_core_changed_then_is_refused(bundle: Bundle, engine: Pa
         read_engine(other, engine)
     assert "compiled from the core" in (list_engines(other)[0].fault or "")
     with pytest.raises(InputError, match="compiled from the core"):
-        require_engine(other, "rtx", "1.7.1.116")
+        choose_engine(other, HERE)
 
 
 def test_engine_folder_when_renamed_then_is_refused(bundle: Bundle, engine: Path):
@@ -241,7 +244,7 @@ def test_sidecar_when_of_the_older_schema_then_is_listed_with_the_command_that_r
     (entry,) = list_engines(bundle)
     assert f"tformer-deploy build-engine {bundle.path} --force" in entry.summary
     with pytest.raises(InputError, match="schema 1") as e:
-        require_engine(bundle, "rtx", "1.7.1.116")
+        choose_engine(bundle, HERE)
     assert "build-engine" in (e.value.hint or "")
 
 
@@ -299,7 +302,7 @@ def test_inspect_when_an_engine_is_there_then_shows_plans_costs_and_kernels_with
 def test_derived_graph_when_replaced_then_is_refused(bundle: Bundle, engine: Path):
     (engine / GRAPH / MANIFEST).write_bytes(b"another")
     with pytest.raises(InputError, match=r"graph/manifest\.json has sha256"):
-        require_engine(bundle, "rtx", "1.7.1.116")
+        read_engine(bundle, engine)
 
 
 def test_split_engine_when_one_plan_is_damaged_then_that_one_is_named(bundle: Bundle):
@@ -312,10 +315,11 @@ def test_split_engine_when_one_plan_is_damaged_then_that_one_is_named(bundle: Bu
     split = dataclasses.replace(record, layout="split", plans=plans)
     folder = write_engine(bundle, split)
     assert folder.name.endswith("-c256-split")
-    assert require_engine(bundle, "rtx", "1.7.1.116", "8.9") == (folder, split)
+    assert choose_engine(bundle, HERE, "8.9").folder == folder
+    assert read_engine(bundle, folder) == split
     (folder / "prefill.engine").write_bytes(DATA[:-1] + b"x")
     with pytest.raises(InputError, match=r"prefill\.engine has sha256"):
-        require_engine(bundle, "rtx", "1.7.1.116")
+        read_engine(bundle, folder)
 
 
 def test_engine_when_one_only_decodes_then_one_with_both_phases_goes_first(bundle: Bundle):
@@ -323,9 +327,9 @@ def test_engine_when_one_only_decodes_then_one_with_both_phases_goes_first(bundl
     plan = dataclasses.replace(record.plans[0], name="decode", file="decode.engine", profiles=(DECODE,))
     smaller = dataclasses.replace(record, layout="decode", capacity=128, plans=(plan,))
     write_engine(bundle, smaller)
-    assert require_engine(bundle, "rtx", "1.7.1.116")[1] == smaller
+    assert choose_engine(bundle, HERE).record == smaller
     write_engine(bundle, record)
-    assert require_engine(bundle, "rtx", "1.7.1.116")[1] == record
+    assert choose_engine(bundle, HERE).record == record
 
 
 def test_folder_when_it_holds_no_engine_then_is_listed_as_unusable(bundle: Bundle):

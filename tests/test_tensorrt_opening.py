@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -16,9 +17,10 @@ from fake_gpu import EngineValidity, FakeMachine, write_engine
 from tformer_deploy import cli
 from tformer_deploy.backends import cuda
 from tformer_deploy.backends.tensorrt import open_tensorrt, package
-from tformer_deploy.backends.tensorrt.choice import choose_engine
 from tformer_deploy.bundle import Bundle, open_bundle
-from tformer_deploy.bundle.engines import ENGINES, SIDECAR, EngineProfile, dump_record, parse_record
+from tformer_deploy.bundle.engine_choice import choose_engine
+from tformer_deploy.bundle.engines import ENGINES, GRAPH, SIDECAR, DerivedGraph, EngineProfile, dump_record, parse_record
+from tformer_deploy.bundle.manifest import MANIFEST
 from tformer_deploy.errors import CapabilityError, InputError, TformerError, UsageError
 
 PLAN = "shared.engine"
@@ -117,6 +119,27 @@ def test_engine_when_damaged_or_of_another_graph_then_exits_3_before_the_runtime
     assert error.exit_code == 3
     assert words in error.message
     assert "build-engine" in (error.hint or "")
+
+
+@pytest.mark.parametrize("left", [b"another", None])
+def test_engine_when_its_derived_graph_is_replaced_or_gone_then_exits_3_before_the_runtime(
+    bundle: Bundle, machine: FakeMachine, left: bytes | None
+):
+    folder = write_engine(bundle)
+    manifest = b"a manifest"
+    graph = DerivedGraph(hashlib.sha256(manifest).hexdigest(), 1, {}, ())
+    record = dataclasses.replace(parse_record((folder / SIDECAR).read_bytes()), graph=graph)
+    (folder / SIDECAR).write_bytes(dump_record(record))
+    (folder / GRAPH).mkdir()
+    (folder / GRAPH / MANIFEST).write_bytes(manifest)
+    assert open_tensorrt(bundle).notes
+    machine.settings.seen.clear()
+    (folder / GRAPH / MANIFEST).unlink()
+    if left is not None:
+        (folder / GRAPH / MANIFEST).write_bytes(left)
+    error = refused(bundle, machine)
+    assert error.exit_code == 3
+    assert "graph/manifest.json has sha256" in error.message
 
 
 def test_engine_when_its_record_says_other_profiles_than_the_plan_then_is_refused(bundle: Bundle, machine: FakeMachine):

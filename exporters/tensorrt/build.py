@@ -99,10 +99,11 @@ def build(
         targets: Compute capabilities (rtx only), ``("8.6", "8.9")``; the flavour's portable set where empty.
         allow_decomposed: An attention that cannot fuse is built from its parts, recorded, and never called fused.
         range_rows: Ids of real prompts on which values inside the model are looked at, for an fp16 engine: one that would
-            overflow is named.
+            overflow is named. Where there are none and fp16 is derived, the bundle's calibration or random tokens are run.
         fp8_rows: Ids of real prompts: the blocks' matrices are multiplied in FP8, with scales that fit these prompts.
         force: Replace an engine of the same name.
-        on_note: Called, before the builder starts, with what will fuse, what the engine costs and what is available.
+        on_note: Called, before the builder starts, with what will fuse, what the engine costs, what is available and what a
+            range scan found.
         on_progress: Called with what is being done and the fraction done of the engine, 0 before the builder starts.
 
     Raises:
@@ -122,6 +123,11 @@ def build(
         bundle.manifest, dtype or bundle.manifest.dtype, capacity, max_batch, prompt_buckets, layout, allow_decomposed,
         fp8=bool(fp8_rows),
     )  # fmt: skip
+    if range_rows and plan.dtype != "fp16":
+        raise UsageError(
+            f"A range scan is for fp16 engines; this one is {plan.dtype}, which overflows where fp32 does.",
+            "Leave --range-scan out.",
+        )
     costs = estimate(plan, bundle.manifest)
     draft = _draft(bundle, chosen, plan, targets, costs)
     if plan.fp8:
@@ -131,12 +137,14 @@ def build(
     _say_before(plan, costs, chosen, draft, folder, on_note)
     if unpacked := unpacking(bundle.manifest.quantization):
         on_note(f"WARNING: {unpacked}")
-    if range_rows:
-        _scan(bundle, plan, range_rows, on_note)
+    scanned = _scan(bundle, plan, range_rows, on_progress)
+    for sentence in scanned:
+        on_note(sentence)
     with new_folder(folder, force, SIDECAR) as finished:
         source, graph = bundle, None
         if plan.dtype != bundle.manifest.dtype:
             source, graph = _derive(bundle, plan.dtype, fp8_rows, finished / GRAPH, lambda part: on_progress(part, 0.0))
+            graph = dataclasses.replace(graph, notes=(*graph.notes, *scanned))
         started, plans, peak = time.perf_counter(), [], 0.0
         for i, part in enumerate(plan.parts):
             request, share = worker_request(source, draft, plan, part), _share(on_progress, part.name, i, len(plan.parts))
@@ -151,16 +159,17 @@ def build(
     return BuiltEngine(folder, record, round(seconds, 2), peak)
 
 
-def _scan(bundle: Bundle, plan: Plan, rows: Sequence[tuple[int, ...]], on_note: Callable[[str], None]) -> None:
-    if plan.dtype != "fp16":
-        raise UsageError(
-            f"A range scan is for fp16 engines; this one is {plan.dtype}, which overflows where fp32 does.", "Leave it out."
-        )
+def _scan(
+    bundle: Bundle, plan: Plan, rows: Sequence[tuple[int, ...]], on_progress: Callable[[str, float], None]
+) -> tuple[str, ...]:
+    """What a reader must know of values that fp16 may not hold: for each fp16 engine that is derived, else where asked for."""
+    if not rows and (plan.dtype != "fp16" or bundle.manifest.dtype != "fp32"):
+        return ()
     # Imported here: only a scan needs ONNX Runtime.
-    from tformer_deploy.exporters.tensorrt.ranges import scan_ranges
+    from tformer_deploy.exporters.tensorrt.ranges import prompts_for, scan_ranges
 
-    for sentence in scan_ranges(bundle, rows).sentences:
-        on_note(sentence)
+    on_progress("range scan", 0.0)
+    return scan_ranges(bundle, prompts_for(bundle, rows)).sentences
 
 
 def _say_before(

@@ -17,6 +17,8 @@ from tformer_deploy.bundle.engines import DerivedGraph
 from tformer_deploy.bundle.quantization import WHOLE, stored_tensors
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.onnx import export_bundle
+from tformer_deploy.exporters.tensorrt.preflight import require_castable
+from tformer_deploy.exporters.tensorrt.ranges import compared_prompts, scan_ranges
 from tformer_deploy.parameters import constant_shapes
 from tformer_deploy.parity import judge_again, own_lines
 from tformer_deploy.parity.candidate import Candidate
@@ -102,11 +104,7 @@ def derive_bundle(bundle: Bundle, dtype: DType, folder: Path, on_progress: Calla
     Raises:
         InputError: The bundle is not fp32, a value does not fit ``dtype``, or a check is red.
     """
-    if bundle.manifest.dtype != "fp32":
-        raise InputError(
-            f"{bundle.path} is a {bundle.manifest.dtype} bundle, whose engine is {bundle.manifest.dtype}; --dtype is {dtype}.",
-            f"Leave --dtype out, or export the checkpoint with --dtype {dtype}.",
-        )
+    require_castable(bundle.manifest, dtype)
     quantization, source = bundle.manifest.quantization, BundleSource(bundle)
     if quantization is not None and dtype != "fp16":
         raise InputError(f"{bundle.path} is quantised; its engine can be fp16, not {dtype}.", "Give --dtype fp16.")
@@ -131,10 +129,16 @@ def derive_bundle(bundle: Bundle, dtype: DType, folder: Path, on_progress: Calla
         lines = "\n  ".join(f"{c.group}, {c.metric}: {c.value:.3g}, gate {c.relation} {c.gate:g}" for c in red)
         other = "fp16" if dtype == "bf16" else "bf16"
         raise InputError(
-            f"In {dtype} this model differs too much from the bundle:\n  {lines}",
+            f"In {dtype} this model differs too much from the bundle:\n  {lines}{_overflow(bundle) if dtype == 'fp16' else ''}",
             f"Keep it in fp32 on ONNX Runtime, or try --dtype {other}.",
         )
     return derived, DerivedGraph(derived.core_sha256, len(checks), _figures(checks), notes)
+
+
+def _overflow(bundle: Bundle) -> str:
+    """Which values of the compared rows fp16 does not hold; empty where it holds all of them."""
+    found = scan_ranges(bundle, compared_prompts(bundle))
+    return f"\nWhere fp16 overflows on the rows compared, first to last: {found.first}." if found.beyond else ""
 
 
 def _compare(bundle: Bundle, derived: Bundle, dtype: DType) -> tuple[list[Check], tuple[str, ...]]:

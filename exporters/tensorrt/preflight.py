@@ -94,11 +94,12 @@ def make_plan(
 
     Raises:
         UsageError: A number is out of range.
-        InputError: An attention of a phase cannot fuse, and ``allow_decomposed`` is False or does not help; or the matrices are
+        InputError: The bundle cannot be cast to ``dtype``; an attention of a phase cannot fuse, and ``allow_decomposed`` is False or does not help; or the matrices are
             stored as no engine reads them.
     """
     if fault := no_engine(manifest.quantization, cast=dtype != manifest.dtype):
         raise InputError(f"No engine can be made of this bundle: {fault[0]}", fault[1])
+    require_castable(manifest, dtype)
     if fp8 and (manifest.dtype != "fp32" or manifest.quantization is not None or dtype == "fp32"):
         stored = manifest.dtype if manifest.quantization is None else manifest.quantization.kind
         raise InputError(
@@ -123,6 +124,19 @@ def make_plan(
     reports = preflight(manifest.config, dtype, capacity, tuple(phases), square=layout == "split")
     _refuse(reports, allow_decomposed)
     return Plan(dtype, layout, capacity, max_batch, parts, tuple(reports), fp8)
+
+
+def require_castable(manifest: Manifest, dtype: DType) -> None:
+    """Refuses a dtype that a bundle cannot be cast to.
+
+    Raises:
+        InputError: The bundle is not fp32, and ``dtype`` is another one than its own.
+    """
+    if dtype != manifest.dtype != "fp32":
+        raise InputError(
+            f"This is a bundle in {manifest.dtype}, whose engine is in {manifest.dtype}; --dtype is {dtype}.",
+            f"Leave --dtype out, or export the checkpoint with --dtype {dtype}.",
+        )
 
 
 def capacity_for(manifest: Manifest, capacity: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Which values inside a model would not fit fp16, found by running its graph on real prompts."""
+"""Which values inside a model would not fit fp16, found by running its graph on prompts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import numpy as np
 import onnx
 
 from tformer_deploy.backends.watched import WatchedGraph
+from tformer_deploy.bundle.quantization import CALIBRATION
 from tformer_deploy.bundle.signature import INPUT_IDS, LOGIT_POSITIONS, cache_names
 from tformer_deploy.exporters.tensorrt.graph import name_by_layer
+from tformer_deploy.parity.plan import make_plan
+from tformer_deploy.parity.quantised_weights import calibration_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -29,6 +32,23 @@ _ROW = 128
 # What can grow: products, sums and norms. Everything else passes values on, or makes them smaller.
 _GROWING = ("MatMul", "Gemm", "Add", "Mul", "Attention", "RMSNormalization", "LayerNormalization")
 _NAMED = 8
+# Of a calibration as much is run as takes seconds: on one core about 4 s a 100 million parameters.
+CALIBRATION_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a scan runs.
+
+    Attributes:
+        rows: Ids.
+        kind: What they are, for a reader: ``tokens of the prompts given``.
+        caution: What a reader must know of them; empty where they are real.
+    """
+
+    rows: Sequence[tuple[int, ...]]
+    kind: str = "tokens of the prompts given"
+    caution: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,8 +72,10 @@ class RangeScan:
         tokens: Tokens that were run.
         values: Number of values that were watched.
         largest: The value that goes furthest.
-        beyond: Values that do not fit fp16, largest first.
+        beyond: Values that do not fit fp16, in the order of the graph: the first is where an overflow begins.
         near: Values that come within a quarter of its end, largest first.
+        kind: What was run, see :class:`Prompts`.
+        caution: What a reader must know of it.
     """
 
     tokens: int
@@ -61,17 +83,24 @@ class RangeScan:
     largest: Reach
     beyond: tuple[Reach, ...]
     near: tuple[Reach, ...]
+    kind: str = "tokens of the prompts given"
+    caution: str = ""
+
+    @property
+    def first(self) -> str:
+        """Where an overflow begins: the first values that do not fit fp16."""
+        return _list(self.beyond)
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """For a reader."""
-        done = f"range scan: {self.values} values inside the model on {self.tokens} tokens"
-        if not self.beyond and not self.near:
-            return (f"{done}: the largest is {self.largest.most:,.0f} ({self.largest.place}); fp16 ends at {FP16_MOST:,.0f}",)
-        found = [done]
+        done = f"range scan: {self.values} values inside the model on {self.tokens:,} {self.kind}"
+        largest = f": the largest is {self.largest.most:,.0f} ({self.largest.place}); fp16 ends at {FP16_MOST:,.0f}"
+        fits = not self.beyond and not self.near
+        found = [f"{done}{largest if fits else ''}{f'. {self.caution}' if self.caution else ''}"]
         if self.beyond:
             found.append(
-                f"WARNING: {len(self.beyond)} values do NOT fit fp16, which ends at {FP16_MOST:,.0f}: {_list(self.beyond)}. "
+                f"WARNING: {len(self.beyond)} values do NOT fit fp16, which ends at {FP16_MOST:,.0f}: {_list(_largest_first(self.beyond))}. "
                 "Give --dtype bf16."
             )
         if self.near:
@@ -81,19 +110,43 @@ class RangeScan:
         return tuple(found)
 
 
-def scan_ranges(bundle: Bundle, rows: Sequence[tuple[int, ...]]) -> RangeScan:
+def prompts_for(bundle: Bundle, given: Sequence[tuple[int, ...]]) -> Prompts:
+    """The best prompts that there are: those given, the ones that a quantised bundle was rounded for, random tokens.
+
+    Raises:
+        InputError: The bundle's calibration is damaged.
+    """
+    if given:
+        return Prompts(given)
+    if rows := calibration_of(bundle):
+        total = sum(map(len, rows))
+        return Prompts(_spread(rows), f"of the {total:,} tokens that the weights were rounded for ({CALIBRATION})")
+    return compared_prompts(bundle)
+
+
+def compared_prompts(bundle: Bundle) -> Prompts:
+    """The rows that graphs in two dtypes are compared on; they are random, for a model is compared without a text."""
+    plan = make_plan(bundle.manifest.config, bundle.manifest.max_length, "quick")
+    return Prompts(
+        plan.rows,
+        "random tokens",
+        "Random tokens are no real prompts, which may reach further: give some with --range-scan FILE.",
+    )
+
+
+def scan_ranges(bundle: Bundle, prompts: Prompts) -> RangeScan:
     """Runs the prefill graph on ONNX Runtime with every value that can grow looked at.
 
     Args:
         bundle: In fp32, so that nothing overflows on the way; in fp16 an overflow is infinite.
-        rows: Ids of real prompts; each is run in pieces.
+        prompts: Each row is run in pieces.
 
     Raises:
         InputError: ONNX Runtime cannot run the graph.
     """
     places = _growing(bundle.prefill_path)
     most = dict.fromkeys(places, 0.0)
-    pieces = [row[start : start + _ROW] for row in rows for start in range(0, len(row), _ROW)]
+    pieces = [row[start : start + _ROW] for row in prompts.rows for start in range(0, len(row), _ROW)]
     with tempfile.TemporaryDirectory(prefix="tformer-deploy-") as scratch:
         graph = WatchedGraph(bundle, "prefill", list(places), Path(scratch))
         for piece in pieces:
@@ -101,10 +154,21 @@ def scan_ranges(bundle: Bundle, rows: Sequence[tuple[int, ...]]) -> RangeScan:
             for name in places:
                 if name in values:
                     most[name] = max(most[name], _magnitude(values[name]))
-    reached = sorted((Reach(places[name], value) for name, value in most.items()), key=lambda reach: (-reach.most, reach.place))
+    reached = [Reach(places[name], value) for name, value in most.items()]
     beyond = tuple(reach for reach in reached if reach.most > FP16_MOST)
-    near = tuple(reach for reach in reached if FP16_MOST / _MARGIN < reach.most <= FP16_MOST)
-    return RangeScan(sum(map(len, pieces)), len(places), reached[0], beyond, near)
+    near = _largest_first(reach for reach in reached if FP16_MOST / _MARGIN < reach.most <= FP16_MOST)
+    tokens = sum(map(len, pieces))
+    return RangeScan(tokens, len(places), _largest_first(reached)[0], beyond, near, prompts.kind, prompts.caution)
+
+
+def _spread(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Rows at even distances, :data:`CALIBRATION_TOKENS` ids at most; the last one is cut."""
+    step, kept, room = -(-sum(map(len, rows)) // CALIBRATION_TOKENS), [], CALIBRATION_TOKENS
+    for row in rows[::step]:
+        if piece := row[:room]:
+            kept.append(piece)
+        room -= len(piece)
+    return kept
 
 
 def _growing(path: Path) -> dict[str, str]:
@@ -135,6 +199,10 @@ def _magnitude(array: NDArray[np.generic]) -> float:
     values = np.abs(array.astype(np.float32, copy=False))
     largest = float(values.max(initial=0.0))
     return largest if np.isfinite(largest) else float("inf")
+
+
+def _largest_first(reaches: Iterable[Reach]) -> tuple[Reach, ...]:
+    return tuple(sorted(reaches, key=lambda reach: (-reach.most, reach.place)))
 
 
 def _list(reaches: tuple[Reach, ...]) -> str:

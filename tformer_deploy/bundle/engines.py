@@ -1,8 +1,9 @@
 """Engines beside a bundle's core: their sealed record ``engine.json``, found and verified without TensorRT.
 
 ``<bundle>/engines/<flavour>-<version>-<target>-<dtype>-c<capacity>[-<layout>]/`` holds the plans and ``engine.json``, which
-names the core that they were compiled from. A plan is executable: nothing may hand it to a runtime before
-:func:`require_engine` has compared it with its record. The record's own dataclasses are in ``engine_record``.
+names the core that they were compiled from. A plan is executable: nothing may hand it to a runtime before its bytes, and the
+graph that it was compiled from, were compared with the record. The record's own dataclasses are in ``engine_record``; which
+engine fits a machine is decided in ``engine_choice``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tformer_deploy.bundle.engine_record import (
 )
 from tformer_deploy.bundle.manifest import MANIFEST
 from tformer_deploy.bundle.verify import hash_file, read_plain_file
-from tformer_deploy.errors import CapabilityError, InputError
+from tformer_deploy.errors import InputError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENGINES", "FLAVOURS", "GRAPH", "REBUILD", "SIDECAR", "DerivedGraph", "EngineEntry", "EnginePlan", "EngineProfile", "EngineRecord",
-    "dump_record", "list_engines", "parse_record", "plan_file", "read_engine", "require_engine",
+    "dump_record", "list_engines", "parse_record", "plan_file", "read_engine", "rebuild",
+    "verify_graph",
 ]  # fmt: skip
 _SIDECAR_LIMIT = 4 * 2**20
 
@@ -77,61 +79,30 @@ def read_engine(bundle: Bundle, folder: Path) -> EngineRecord:
         InputError: The record or a plan is damaged, or it was compiled from another core or graph.
     """
     record = _read_record(bundle, folder)
-    if record.graph is not None:
-        path = folder / GRAPH / MANIFEST
-        found = hash_file(path).sha256 if path.is_file() else "none: it is missing"
-        if found != record.graph.core_sha256:
-            raise InputError(f"{path} has sha256 {found}; {SIDECAR} says {record.graph.core_sha256}.", _rebuild(bundle))
+    verify_graph(bundle, folder, record)
     for plan in record.plans:
         found = hash_file(folder / plan.file).sha256
         if found != plan.sha256:
-            raise InputError(f"{folder / plan.file} has sha256 {found}; {SIDECAR} says {plan.sha256}.", _rebuild(bundle))
+            raise InputError(f"{folder / plan.file} has sha256 {found}; {SIDECAR} says {plan.sha256}.", rebuild(bundle))
     return record
 
 
-def require_engine(
-    bundle: Bundle, flavour: str, version: str, compute_capability: str | None = None
-) -> tuple[Path, EngineRecord]:
-    """The verified engine that a runtime may deserialise.
-
-    Args:
-        bundle: Whose engine.
-        flavour: ``rtx`` or ``tensorrt``.
-        version: The installed runtime's version.
-        compute_capability: The GPU's, for instance ``8.9``; None: not asked.
-
-    Returns:
-        The engine's folder and its record.
+def verify_graph(bundle: Bundle, folder: Path, record: EngineRecord) -> None:
+    """Compares the manifest of the derived graph, where the engine has one, with the record.
 
     Raises:
-        CapabilityError: There is none for this flavour, version and GPU.
-        InputError: There is one, and it is damaged or compiled from another core.
+        InputError: It is missing, or another.
     """
-    # One that has both phases goes before one that only decodes.
-    entries = sorted(list_engines(bundle), key=lambda entry: entry.record is not None and entry.record.layout == "decode")
-    reasons = []
-    for entry in entries:
-        record = entry.record
-        if record is None or entry.fault is not None:
-            reasons.append(f"{entry.folder}: {entry.fault}")
-        elif record.flavour != flavour:
-            reasons.append(f"{entry.folder} is for the flavour {record.flavour}, not {flavour}.")
-        elif record.version != version:
-            reasons.append(f"{entry.folder} is for {flavour} {record.version}; {version} is installed.")
-        elif compute_capability is not None and compute_capability not in record.compute_capabilities:
-            made_for = ", ".join(record.compute_capabilities)
-            reasons.append(f"{entry.folder} runs on compute capability {made_for}; this GPU has {compute_capability}.")
-        else:
-            path = bundle.path / ENGINES / entry.folder
-            return path, read_engine(bundle, path)
-    damaged = [r for e, r in zip(entries, reasons, strict=True) if e.fault is not None]
-    if damaged and len(damaged) == len(entries):
-        raise InputError(f"{bundle.path} has no engine that can be used: {' '.join(reasons)}", _rebuild(bundle))
-    found = " ".join(reasons) if reasons else "There is none at all."
-    raise CapabilityError(f"{bundle.path} has no engine for {flavour} {version}. {found}", _rebuild(bundle))
+    if record.graph is None:
+        return
+    path = folder / GRAPH / MANIFEST
+    found = hash_file(path).sha256 if path.is_file() else "none: it is missing"
+    if found != record.graph.core_sha256:
+        raise InputError(f"{path} has sha256 {found}; {SIDECAR} says {record.graph.core_sha256}.", rebuild(bundle))
 
 
-def _rebuild(bundle: Bundle) -> str:
+def rebuild(bundle: Bundle) -> str:
+    """The command that makes an engine for what is here."""
     return f"Run `tformer-deploy build-engine {bundle.path} --force`."
 
 
@@ -140,13 +111,13 @@ def _entry(bundle: Bundle, folder: Path) -> EngineEntry:
         record = _read_record(bundle, folder, foreign=True)
     except (InputError, OSError) as e:
         fault = e.message if isinstance(e, InputError) else f"{e.strerror} ({e.filename})."
-        return EngineEntry(folder.name, "?", "?", f"cannot be used: {fault} {_rebuild(bundle)}", fault, None)
+        return EngineEntry(folder.name, "?", "?", f"cannot be used: {fault} {rebuild(bundle)}", fault, None)
     stale = None if record.core_sha256 == bundle.core_sha256 else _foreign(folder, bundle, record)
     return EngineEntry(
         folder.name,
         record.flavour,
         record.version,
-        record.summary if stale is None else f"cannot be used: {stale} {_rebuild(bundle)}",
+        record.summary if stale is None else f"cannot be used: {stale} {rebuild(bundle)}",
         stale,
         record,
     )
@@ -155,22 +126,22 @@ def _entry(bundle: Bundle, folder: Path) -> EngineEntry:
 def _read_record(bundle: Bundle, folder: Path, foreign: bool = False) -> EngineRecord:
     """The record, once every plan is there in its size; ``foreign`` lets one of another core pass."""
     if not folder.is_dir() or folder.is_symlink():
-        raise InputError(f"{folder} is no folder of an engine.", _rebuild(bundle))
+        raise InputError(f"{folder} is no folder of an engine.", rebuild(bundle))
     record = parse_record(read_plain_file(folder / SIDECAR, _SIDECAR_LIMIT), str(folder / SIDECAR))
     if folder.name != record.name:
-        raise InputError(f"{folder} holds the engine {record.name}.", _rebuild(bundle))
+        raise InputError(f"{folder} holds the engine {record.name}.", rebuild(bundle))
     for plan in record.plans:
         path = folder / plan.file
         try:
             status = path.lstat()
         except FileNotFoundError:
-            raise InputError(f"{path} is missing.", _rebuild(bundle)) from None
+            raise InputError(f"{path} is missing.", rebuild(bundle)) from None
         if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"{path} is no regular file.", _rebuild(bundle))
+            raise InputError(f"{path} is no regular file.", rebuild(bundle))
         if status.st_size != plan.size:
-            raise InputError(f"{path} has {status.st_size} bytes; {SIDECAR} says {plan.size}.", _rebuild(bundle))
+            raise InputError(f"{path} has {status.st_size} bytes; {SIDECAR} says {plan.size}.", rebuild(bundle))
     if not foreign and record.core_sha256 != bundle.core_sha256:
-        raise InputError(_foreign(folder, bundle, record), _rebuild(bundle))
+        raise InputError(_foreign(folder, bundle, record), rebuild(bundle))
     return record
 
 

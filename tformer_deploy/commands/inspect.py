@@ -168,3 +168,5 @@ def _render_engine(engine: dict[str, Any], console: Console) -> None:
             ranges = ["–".join(map(str, dict.fromkeys((low, high)))) for low, _, high in (p["batch"], p["sequence"], p["logits"])]
             table.add_row(plan["file"], p["name"], *ranges, fused, ", ".join(p["decomposed"]) or "none", str(len(p["unpacked"])))
     console.print(table)
+    for note in record["graph"]["notes"] if record["graph"] is not None else ():
+        console.print(f"  note: {note}", highlight=False, markup=False)

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from tformer_deploy.backends import cuda
 from tformer_deploy.backends.tensorrt.backend import TensorRTBackend
-from tformer_deploy.backends.tensorrt.choice import Choice, choose_engine, good_engines, rebuild
 from tformer_deploy.backends.tensorrt.engine import Expected, LoadedPlan
 from tformer_deploy.backends.tensorrt.package import RuntimePackage, load_packages
 from tformer_deploy.backends.tensorrt.records import read_plan
 from tformer_deploy.backends.tensorrt.runtime_cache import RuntimeCacheFile
+from tformer_deploy.bundle.engine_choice import Choice, choose_engine, good_engines
+from tformer_deploy.bundle.engines import rebuild, verify_graph
 from tformer_deploy.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def open_tensorrt(bundle: Bundle, name: str | None = None) -> TensorRTBackend:
-    """Loads the engine that fits this machine: its records, the packages, the GPU, the plan's hash, and only then the plan.
+    """Loads the engine that fits this machine: its records, the packages, the GPU, the hashes of graph and plan, and only then the plan.
 
     Args:
         bundle: Whose engine.
@@ -36,6 +37,7 @@ def open_tensorrt(bundle: Bundle, name: str | None = None) -> TensorRTBackend:
     gpu, driver = _gpu()
     choice = choose_engine(bundle, versions, gpu.compute_capability, name)
     package = packages[choice.record.flavour]
+    verify_graph(bundle, choice.folder, choice.record)
     stored = choice.record.plans
     contents = [read_plan(choice.folder, plan, rebuild(bundle)) for plan in stored]
     device = cuda.Device(driver, gpu)

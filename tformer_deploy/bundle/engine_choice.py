@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tformer_deploy.bundle.engine_record import FLAVOURS
-from tformer_deploy.bundle.engines import ENGINES, list_engines
+from tformer_deploy.bundle.engines import ENGINES, FLAVOURS, list_engines, rebuild
 from tformer_deploy.errors import CapabilityError, InputError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tformer_deploy.bundle import Bundle
+    from tformer_deploy.bundle.bundle import Bundle
     from tformer_deploy.bundle.engines import EngineEntry, EngineRecord
 
 
@@ -82,11 +81,6 @@ def choose_engine(bundle: Bundle, versions: dict[str, str], capability: str | No
         raise CapabilityError(f"{bundle.path} has no engine that runs here. {' '.join(reasons)}", rebuild(bundle))
     fitting.sort(key=_rank)
     return Choice(bundle.path / ENGINES / fitting[0].name, fitting[0], tuple(r.name for r in fitting[1:]))
-
-
-def rebuild(bundle: Bundle) -> str:
-    """The command that makes an engine for what is here."""
-    return f"Run `tformer-deploy build-engine {bundle.path} --force`."
 
 
 def _rank(record: EngineRecord) -> tuple[object, ...]:
