@@ -50,10 +50,23 @@ def test_costs_when_split_then_weights_count_twice_and_so_is_said(manifest: Mani
     assert "in each of 2 plans" in costs.sentences[0]
 
 
-def test_costs_when_a_tied_vocabulary_is_no_multiple_of_8_then_its_table_counts_twice(manifest: Manifest):
+def test_costs_when_a_tied_table_cannot_be_padded_then_it_counts_twice(manifest: Manifest, monkeypatch):
     odd = dataclasses.replace(manifest, config=dataclasses.replace(manifest.config, vocab_size=131))
-    plan = make_plan(odd, "fp16", 100, 8, ())
-    assert estimate(plan, odd).weights == WEIGHTS + 2 * 64 * (2 * 131 - 136)
+    plan, table = make_plan(odd, "fp16", 100, 8, ()), 2 * 64 * 131
+    assert estimate(plan, odd).weights == WEIGHTS + table - 2 * 64 * 136
+    monkeypatch.setattr("tformer_deploy.exporters.tensorrt.vocabulary._MOST", 4 * 64 * 131 - 1)
+    assert estimate(plan, odd).weights == WEIGHTS + 2 * table - 2 * 64 * 136
+
+
+def test_costs_when_fp8_then_matrices_of_blocks_take_a_byte_and_the_head_does_not(manifest: Manifest):
+    stored = dataclasses.replace(manifest, dtype="fp32")
+    plain, rounded = (estimate(make_plan(stored, "fp16", 100, 8, (), fp8=on), stored) for on in (False, True))
+    config = stored.config
+    outputs = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim + config.d_model + 2 * config.d_ff + config.d_model
+    elements = 2 * config.n_heads * config.head_dim * config.d_model + 2 * config.n_kv_heads * config.head_dim * config.d_model
+    elements += 3 * config.d_model * config.d_ff
+    assert plain.weights - rounded.weights == config.n_layers * (elements - 2 * outputs)
+    assert rounded.host == plain.host  # the builder reads the matrices before it rounds them
 
 
 def test_costs_when_another_dtype_is_derived_then_its_graphs_take_disk_too(manifest: Manifest):

@@ -423,10 +423,10 @@ def test_engine_when_a_dynamic_bundle_is_cast_then_multiplies_the_same_matrices_
     assert "int8 matrices multiplied as stored" in built.record.summary
     derived, source = open_bundle(built.path / "graph"), open_bundle(path)
     assert derived.manifest.quantization == Quantization("int8", "int8", None)
-    for name in matrices(source):
+    for name in matrices(path):
         assert np.array_equal(derived.tensor(name), source.tensor(name))
     kinds = [node.op_type for node in onnx.load(derived.decode_path, load_external_data=False).graph.node]
-    assert kinds.count("DequantizeLinear") == len(matrices(source))
+    assert kinds.count("DequantizeLinear") == len(matrices(path))
     assert "MatMulInteger" not in kinds
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tformer_deploy.bundle.quantization import EMBEDDING, HEAD, is_matrix, stored_size, stored_tensors
 from tformer_deploy.bundle.signature import cache_bytes_per_token
 from tformer_deploy.errors import ResourceError, StorageError
+from tformer_deploy.exporters.tensorrt.vocabulary import stored_twice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 PROFILE_BYTES, QUANTISED_PROFILE_BYTES = 15_000_000, 20_000_000
 # The builder's process: the libraries and kernels by themselves, and a multiple of a plan's weights (benchmarks/engine_build.py).
 _BUILDER_BYTES, _BUILDER_WEIGHTS, _BUILDER_QUANTISED = 270 * 2**20, 4.1, 6.5
-# A tied table whose vocabulary is no multiple of this is stored twice: once to look up, once to multiply with.
-_VOCABULARY_STEP = 8
 _CGROUPS = (
     ("memory.max", "memory.current"),  # version 2
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
@@ -87,7 +86,7 @@ def estimate(plan: Plan, manifest: Manifest) -> Costs:
     tensors = stored_tensors(config, plan.dtype, manifest.quantization)
     stored = sum(stored_size(shape, kind) for shape, kind in tensors.values())
     weights = stored - (_saved_by_fp8(tensors) if plan.fp8 else 0)
-    if manifest.quantization is None and config.tied and config.vocab_size % _VOCABULARY_STEP:
+    if manifest.quantization is None and config.tied and stored_twice(config.vocab_size, config.d_model):
         weights += stored_size(*tensors[EMBEDDING])
     n_plans, n_profiles = len(plan.parts), sum(len(part.profiles) for part in plan.parts)
     quantised = manifest.quantization is not None

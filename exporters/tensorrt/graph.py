@@ -11,6 +11,7 @@ from onnx import inliner
 
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.tensorrt.fusion import Product
+from tformer_deploy.exporters.tensorrt.vocabulary import pad_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,7 +30,8 @@ def fixed_graph(path: Path, capacity: int, expand_attention: bool = False) -> by
     """A bundle's graph with ``capacity`` as a number, which TensorRT demands of a cache, and nodes named by layer.
 
     Attention nodes are called ``blocks.3.attention``, others ``blocks.3.attention/…`` and so on: builder, log, plan and error
-    messages then speak of layers. The weights stay where they are: the parser is told the path that the bytes came from.
+    messages then speak of layers. The weights stay where they are, but for a head that must be padded: the parser is told the
+    path that the bytes came from.
 
     Args:
         path: ``decode.onnx`` or ``prefill.onnx`` of a bundle.
@@ -58,6 +60,7 @@ def fixed_graph(path: Path, capacity: int, expand_attention: bool = False) -> by
         raise InputError(f"{path} has no dimension named capacity.", "Export the bundle again.")
     name_by_layer(proto.graph)
     scale_by_column(proto.graph)
+    pad_vocabulary(proto.graph, path.parent)
     if expand_attention:
         proto = inliner.inline_selected_functions(onnx.shape_inference.infer_shapes(proto), [("", "Attention")], False, True)
     data: bytes = proto.SerializeToString(deterministic=True)
