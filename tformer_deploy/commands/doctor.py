@@ -43,8 +43,9 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "export (GGUF)": (("torch", "onnx", "onnx_ir", "onnxscript", "gguf", "onnxruntime"), "export"),
     "check": (("torch", "safetensors", "onnxruntime"), "export"),
     "run, generate, bench": (("onnxruntime", "tokenizers"), "cpu"),
-    "build-engine --flavour rtx": (("onnx", "onnx_ir", "tensorrt_rtx"), "tensorrt-rtx"),
-    "build-engine --flavour tensorrt": (("onnx", "onnx_ir", "tensorrt"), "tensorrt"),
+    "build-engine --flavour rtx": (("onnx", "tensorrt_rtx"), "tensorrt-rtx"),
+    "build-engine --flavour tensorrt": (("onnx", "tensorrt"), "tensorrt"),
+    "build-engine in another dtype than the bundle's, too": (("torch", "onnx_ir", "onnxscript", "onnxruntime"), "export"),
     "seal, inspect, doctor": ((), ""),
 }
 
