@@ -25,6 +25,7 @@ from tformer_deploy.bundle.engine_record import (
     parse_record,
     plan_file,
 )
+from tformer_deploy.bundle.fusable import build_command
 from tformer_deploy.bundle.manifest import MANIFEST
 from tformer_deploy.bundle.verify import hash_file, read_plain_file
 from tformer_deploy.errors import CapabilityError, InputError
@@ -132,7 +133,7 @@ def require_engine(
 
 
 def _rebuild(bundle: Bundle) -> str:
-    return f"Run `tformer-deploy build-engine {bundle.path} --force`."
+    return f"Run `{build_command(bundle)} --force`."
 
 
 def _entry(bundle: Bundle, folder: Path) -> EngineEntry:

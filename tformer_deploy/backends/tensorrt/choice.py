@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tformer_deploy.bundle.engine_record import FLAVOURS
 from tformer_deploy.bundle.engines import ENGINES, list_engines
+from tformer_deploy.bundle.fusable import build_command
 from tformer_deploy.errors import CapabilityError, InputError, UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def good_engines(bundle: Bundle, name: str | None = None) -> list[EngineRecord]:
         if not entries:
             raise UsageError(f"--engine is {name!r}; this bundle has {', '.join(known) or 'no engine'}.", "Name one of them.")
     if not entries:
-        raise CapabilityError(f"{bundle.path} has no engine.", f"Run `tformer-deploy build-engine {bundle.path}`.")
+        raise CapabilityError(f"{bundle.path} has no engine.", f"Run `{build_command(bundle)}`.")
     good = [entry.record for entry in entries if entry.record is not None and entry.fault is None]
     if not good:
         raise InputError(f"{bundle.path} has no engine that can be used: {_faults(entries)}", rebuild(bundle))
@@ -86,7 +87,7 @@ def choose_engine(bundle: Bundle, versions: dict[str, str], capability: str | No
 
 def rebuild(bundle: Bundle) -> str:
     """The command that makes an engine for what is here."""
-    return f"Run `tformer-deploy build-engine {bundle.path} --force`."
+    return f"Run `{build_command(bundle)} --force`."
 
 
 def _rank(record: EngineRecord) -> tuple[object, ...]:
