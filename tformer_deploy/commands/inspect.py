@@ -139,7 +139,12 @@ def _render(found: dict[str, Any], console: Console) -> None:
         verdict = "; ".join(faults) if faults else "all attention can be fused"
         console.print(f"TensorRT {dtype}: {verdict}", highlight=False, markup=False)
     if not found["engines"]:
-        console.print(f"engines: none ({found['build_engine']})" if found["build_engine"] else "engines: none", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"engines: none ({found['build_engine']})" if found["build_engine"] else "engines: none",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     for engine in found["engines"]:
         _render_engine(engine, console)
 
