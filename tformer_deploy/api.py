@@ -195,7 +195,9 @@ def build_engine(bundle_path: str | Path, *, range_scan: str | Path | None = Non
     bundle = open_bundle(bundle_path)
     tokenizer, calibration = load_tokenizer(bundle), load("tformer_deploy.quantization.calibration", "export")
     encode = None if tokenizer is None else tokenizer.encode
-    rows = calibration.calibration_rows(Path(range_scan), encode, bundle.manifest.config, bundle.manifest.max_length)
+    rows = calibration.calibration_rows(
+        Path(range_scan), encode, bundle.manifest.config, bundle.manifest.max_length, "--range-scan file"
+    )
     return build(bundle_path, range_rows=rows, **options)
 
 

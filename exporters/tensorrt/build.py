@@ -120,7 +120,7 @@ def build(
     costs = estimate(plan, bundle.manifest)
     draft = _draft(bundle, chosen, plan, targets, costs)
     folder = bundle.path / ENGINES / draft.name
-    refuse_existing(folder, force, SIDECAR)
+    refuse_existing(folder, force, SIDECAR, "another --dtype, --capacity, --layout or --target")
     if plan.dtype != bundle.manifest.dtype:
         _require_derivation(bundle, plan.dtype)
     _say_before(plan, costs, chosen, draft, folder, on_note)

@@ -100,6 +100,9 @@ def command(
         click.echo(content)
     else:
         render(found, Console(width=None if Console().is_terminal else 140))
+    if not found.passed and not found.complete:
+        proven = "Nothing was compared with PyTorch: the bundle was checked against itself alone."
+        click.echo(f"Error: {proven} → Give --checkpoint PATH, what the bundle was made from.", err=True)
     return 0 if found.passed else 1
 
 
