@@ -59,7 +59,7 @@ def test_export_when_a_hubs_name_is_given_then_says_that_nothing_is_fetched(
     console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    console.export_refused("gpt2", "There is no gpt2 here", "nothing is fetched from a hub")
+    console.export_refused("gpt2", "gpt2 does not exist", "nothing is fetched from a hub")
 
 
 def test_export_when_a_bundle_is_given_then_says_what_it_is(console: Console, llama_bundle: Path):
@@ -71,7 +71,7 @@ def test_export_when_the_checkpoint_has_no_tokenizer_then_warns_and_proposes_a_r
     assert not (tmp_path / "checkpoint" / "tokenizer.json").exists()
     code, out, err = console.run("export", tmp_path / "checkpoint", "-o", tmp_path / "b")
     assert code == 0
-    assert "Warning: The folder has no tokenizer" in err
+    assert "Warning: The checkpoint has no tokenizer" in err
     (line,) = (line for line in out.splitlines() if line.startswith("Next: "))
     assert line == f"""Next: echo '{{"input_ids": [1, 2, 3]}}' | tformer-deploy run {tmp_path / "b"} - -o -"""
     (tmp_path / "rows").write_text('{"input_ids": [1, 2, 3]}\n')

@@ -98,6 +98,8 @@ def export(
     if on_warning is not None:
         for warning in checkpoint.warnings:
             on_warning(warning)
+        if tokenizer is None and not any("tokenizer" in warning for warning in checkpoint.warnings):
+            on_warning("The checkpoint has no tokenizer.json: the bundle takes token ids only.")
     return written
 
 

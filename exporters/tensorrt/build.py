@@ -294,9 +294,10 @@ def _require_derivation(bundle: Bundle, dtype: DType) -> None:
     except ModuleNotFoundError as e:
         if (e.name or "").startswith("tformer_deploy"):
             raise
+        export = f", or export the checkpoint with --dtype {dtype}: its engine needs no more than is here"
         raise CapabilityError(
             f"The bundle is {bundle.manifest.dtype}; deriving an engine in {dtype} from it needs the Python package {e.name}, which is not installed.",
-            f"pip install 'tformer-deploy[export]', or export the checkpoint with --dtype {dtype}: its engine needs no more than is here.",
+            f"pip install 'tformer-deploy[export]'{export if bundle.manifest.quantization is None else ''}.",
         ) from None
 
 

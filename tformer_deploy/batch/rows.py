@@ -80,7 +80,7 @@ def scan(file: IO[bytes]) -> Scan:
     """Reads a whole prompts file once, keeping nothing but ids, before any work is done.
 
     Raises:
-        InputError: The file is UTF-16 or compressed, no line of it begins like a JSON object, or two rows have the same id.
+        InputError: The file is UTF-16 or compressed, it has several lines and none begins like a JSON object, or two rows have the same id.
     """
     count, lines, unknown, like_json = 0, dict[str, int](), set[str](), False
     for number, data in _lines(file):
@@ -93,7 +93,7 @@ def scan(file: IO[bytes]) -> Scan:
                 _refuse_second(_row_id(raw["id"]), number, lines)
         except RowError:
             continue  # reported when the row is read
-    if count and not like_json:
+    if count > 1 and not like_json:
         raise InputError("No line of the prompts file begins like a JSON object.", _JSONL)
     return Scan(count, tuple(sorted(unknown)))
 

@@ -66,10 +66,8 @@ def read_tokens(folder: Path, config: dict[str, Any], vocab_size: int) -> Tokens
     warnings += compare_sizes(ids.values(), vocab_size)
     if tokenizer_config.get("auto_map"):
         warnings.append(f"{TOKENIZER_CONFIG} names code of its own (auto_map), which is never executed.")
-    if TOKENIZER not in assets:
-        unread = [name for name in _UNREAD if _there(folder / name)]
-        found = f"{', '.join(unread)} is not read" if unread else "The folder has no tokenizer"
-        warnings.append(f"{found}: without a {TOKENIZER} the bundle takes token ids only.")
+    if TOKENIZER not in assets and (unread := [name for name in _UNREAD if _there(folder / name)]):
+        warnings.append(f"{', '.join(unread)} is not read: without a {TOKENIZER} the bundle takes token ids only.")
     return Tokens(tuple(sorted(eos)), bos[0] if bos else None, assets, tuple(warnings))
 
 

@@ -114,7 +114,7 @@ def _prompts(path: Path) -> Iterator[IO[bytes]]:
 def _proposed(name: str) -> str:
     """The name of an unknown field, with the one that is most like it."""
     likely = difflib.get_close_matches(name[:80], FIELDS, 1)
-    return f"{ascii(name)} (meant is {likely[0]}?)" if likely else ascii(name)
+    return f"{name!a} (meant is {likely[0]}?)" if likely else ascii(name)
 
 
 def _first_error_said(rows: Iterator[Row]) -> Iterator[Row]:
