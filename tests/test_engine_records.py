@@ -352,3 +352,13 @@ def test_next_step_when_there_is_no_engine_then_is_a_command_that_builds_one(
     with pytest.raises(CapabilityError, match="has no engine") as e:
         good_engines(opened)
     assert e.value.hint == f"Run {command}."
+
+
+def test_table_when_stdout_is_no_terminal_then_no_cell_is_cut(
+    bundle: Bundle, engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run(["inspect", str(bundle.path)]) == 0
+    out = capsys.readouterr().out
+    assert "│ shared.engine │ prefill-256 │" in out
+    assert "…" not in out

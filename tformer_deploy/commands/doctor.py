@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tformer_deploy.backends import cuda
 from tformer_deploy.backends.tensorrt.package import installed_flavours, load_packages
+from tformer_deploy.commands.console import wide_console
 from tformer_deploy.errors import TformerError
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -61,7 +62,7 @@ def command(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
-        _render(found, Console())
+        _render(found, wide_console())
 
 
 def examine() -> dict[str, Any]:

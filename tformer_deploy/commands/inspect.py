@@ -17,6 +17,7 @@ from tformer_deploy.bundle.engines import list_engines
 from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, build_command, no_engine, unfusable
 from tformer_deploy.bundle.signature import PHASES, TensorSignature, cache_bytes_per_token, graph_inputs, graph_outputs
 from tformer_deploy.bundle.tensor_table import expected_tensors
+from tformer_deploy.commands.console import wide_console
 from tformer_deploy.config import DTYPES
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def command(bundle: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
-        _render(found, Console())
+        _render(found, wide_console())
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:

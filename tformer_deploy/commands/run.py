@@ -85,6 +85,12 @@ def command(
             summary = run_job(rows, generator, sink, max_batch, tuple(sorted(set(edges))) or DEFAULT_EDGES, step)
     if prompt_lookup:
         click.echo(f"Prompt lookup: {generator.right} of {generator.guessed} guesses were right.", err=True)
+    if summary.cut_short:
+        limit = session.backend.max_length
+        click.echo(
+            f"Note: {summary.cut_short} rows ended before their max_new_tokens: prompt and completion together have room for {limit}.",
+            err=True,
+        )
     _report(summary, as_json)
     return 1 if summary.failed and not allow_errors else 0
 
