@@ -312,6 +312,7 @@ def test_bench_when_matrices_are_quantised_then_title_and_json_say_so(
     bundle = api.export(llama_checkpoint, tmp_path / "b", quantize=kind, check=False)
     assert cli.run(["bench", str(bundle), "--prompt-length", "4", "--new-tokens", "2", "--repeats", "1"]) == 0
     out = capsys.readouterr().out
-    assert words in " ".join(out.split())
-    assert "of GEMM, of read: share" in out
+    shown = " ".join(out.split())
+    assert words in shown
+    assert "of GEMM, of read: share" in shown
     assert json.loads(out.splitlines()[-1])["quantization"] == kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -76,6 +77,16 @@ def test_export_when_the_checkpoint_has_no_tokenizer_then_warns_and_proposes_a_r
     assert line == f"""Next: echo '{{"input_ids": [1, 2, 3]}}' | tformer-deploy run {tmp_path / "b"} - -o -"""
     (tmp_path / "rows").write_text('{"input_ids": [1, 2, 3]}\n')
     assert console.run("run", tmp_path / "b", tmp_path / "rows", "-o", tmp_path / "out.jsonl")[0] == 0
+
+
+def test_inspect_when_it_counts_parameters_then_what_follows_from_the_config_is_none(console: Console, llama_bundle: Path):
+    code, out, _ = console.run("inspect", llama_bundle, "--json")
+    assert code == 0
+    tensors = open_bundle(llama_bundle).manifest.tensors
+    assert "rope.frequencies" in tensors
+    assert json.loads(out)["weights"]["parameters"] == sum(
+        math.prod(tensor.shape) for name, tensor in tensors.items() if name != "rope.frequencies"
+    )
 
 
 def test_seal_when_something_changed_then_the_next_command_names_the_bundle(console: Console, llama_bundle: Path, tmp_path: Path):

@@ -16,9 +16,9 @@ from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.engines import list_engines
 from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, build_command, no_engine, unfusable
 from tformer_deploy.bundle.signature import PHASES, TensorSignature, cache_bytes_per_token, graph_inputs, graph_outputs
-from tformer_deploy.bundle.tensor_table import expected_tensors
 from tformer_deploy.commands.console import wide_console
 from tformer_deploy.config import DTYPES
+from tformer_deploy.parameters import parameter_shapes
 
 if TYPE_CHECKING:
     from tformer_deploy.bundle import Bundle
@@ -70,7 +70,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         },
         "weights": {
             "tensors": len(manifest.tensors),
-            "parameters": sum(_count(shape) for shape in expected_tensors(manifest.config).values()),
+            "parameters": sum(_count(shape) for shape in parameter_shapes(manifest.config).values()),
             "bytes": sum(t.size for t in manifest.tensors.values()),
         },
         "files": {name: dataclasses.asdict(record) for name, record in sorted(manifest.files.items())},
