@@ -36,6 +36,8 @@ def main() -> int:
         "inspect": ["inspect", bundle],
     }
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, 140))
     seconds = {}
     for name, words in steps.items():
         command = ["tformer-deploy", *map(str, words)]

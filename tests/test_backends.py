@@ -88,6 +88,15 @@ def test_rows_when_retired_refilled_and_compacted_then_the_others_are_untouched(
     same(logits, decoder, [[*long, 4], [7, 8, 5], [*range(100), 9, 6]])
 
 
+def test_session_when_a_row_is_no_row_then_says_what_is_expected(session: Session):
+    with pytest.raises(InputError, match=r"Row 0 is 1; expected a list of token ids\. Pass a list of rows"):
+        session.prefill([1, 2])
+    session.prefill(ROWS)
+    for row in (9, -1):
+        with pytest.raises(InputError, match=f"no row {row}; the batch has the rows 0 to 3"):
+            session.read_cache(row)
+
+
 def test_read_cache_when_rows_are_ragged_then_gives_each_rows_own_keys(session: Session, decoder: Decoder):
     session.prefill(ROWS)
     layers = session.read_cache(1)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import GPT2_LIKE, LLAMA_LIKE
 
-from tformer_deploy import cli
+from tformer_deploy import api, cli
 from tformer_deploy.bench import limits, memory, sweep, work
 from tformer_deploy.bench.limits import LimitProbe, Limits
 from tformer_deploy.bench.measure import Point, Run, figures, measure
@@ -302,3 +302,17 @@ def test_bench_when_the_picture_cannot_be_written_then_says_so(llama_bundle: Pat
     flags = ["--prompt-length", "4", "--new-tokens", "2", "--repeats", "1", "--plot", str(tmp_path / "absent" / "x.png")]
     assert cli.run(["bench", str(llama_bundle), *flags]) == StorageError.exit_code
     assert "x.png cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "words"), [("int8", "matrices in int8, the rest in fp32"), (None, ": fp32, ")])
+def test_bench_when_matrices_are_quantised_then_title_and_json_say_so(
+    llama_checkpoint: Path, kind, words, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(limits, "READ_BYTES", 1 << 24)
+    bundle = api.export(llama_checkpoint, tmp_path / "b", quantize=kind, check=False)
+    assert cli.run(["bench", str(bundle), "--prompt-length", "4", "--new-tokens", "2", "--repeats", "1"]) == 0
+    out = capsys.readouterr().out
+    shown = " ".join(out.split())
+    assert words in shown
+    assert "of GEMM, of read: share" in shown
+    assert json.loads(out.splitlines()[-1])["quantization"] == kind

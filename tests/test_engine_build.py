@@ -301,3 +301,39 @@ def test_llama_of_half_a_billion_parameters_when_built_then_is_proven_within_5_g
     ]
     assert built.record.size < 1.1e9  # both profiles share 0.99 GB of weights
     assert built.peak_mib < 5000
+
+
+def without(folder: Path, *modules: str) -> dict[str, str]:
+    """The environment of a process in which, as in its children, some packages are not installed."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({modules!r})\n")
+    return os.environ | {"PYTHONPATH": str(folder)}
+
+
+# What the extra tensorrt-rtx does not bring.
+EXPORT = ("torch", "onnx_ir", "onnxscript", "onnxruntime", "safetensors")
+
+
+def test_engine_when_only_the_extra_of_its_flavour_is_installed_then_is_built_in_the_bundles_dtype(fp16: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "tformer_deploy.cli", "build-engine", str(fp16), "--capacity", "64", "--max-batch", "2"]
+    done = subprocess.run(command, env=without(tmp_path / "few", *EXPORT), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list_engines(open_bundle(fp16))) == 1
+
+
+def test_engine_when_it_would_be_derived_and_nothing_can_derive_then_is_refused_before_a_word(fp32: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "tformer_deploy.cli", "build-engine", str(fp32), "--dtype", "fp16"]
+    done = subprocess.run(command, env=without(tmp_path / "few", *EXPORT), capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    (line,) = done.stderr.splitlines()
+    assert "deriving an engine in fp16 from it needs the Python package torch" in line
+    assert "'tformer-deploy[export]', or export the checkpoint with --dtype fp16" in line
+
+
+def test_doctor_when_asked_then_an_engine_in_the_bundles_dtype_needs_the_extra_of_its_flavour_alone(tmp_path: Path):
+    command = [sys.executable, "-m", "tformer_deploy.cli", "doctor", "--json"]
+    done = subprocess.run(command, env=without(tmp_path / "few", *EXPORT), capture_output=True, text=True, check=True)
+    commands = json.loads(done.stdout)["commands"]
+    assert commands["build-engine --flavour rtx"]["lacks"] == []
+    derived = commands["build-engine in another dtype than the bundle's, too"]
+    assert (set(derived["lacks"]), derived["extra"]) == (set(EXPORT) - {"safetensors"}, "export")

@@ -116,6 +116,12 @@ def test_fp32_when_the_layout_only_decodes_then_is_fused(fp32: Path, tmp_path: P
     assert record.dtype == "fp32"
 
 
+def test_head_dim_8_when_the_layout_only_decodes_then_is_fused_in_fp16(tmp_path: Path):
+    record = build(exported(dataclasses.replace(LLAMA, head_dim=8), tmp_path), layout="decode").record
+    assert [(p.name, p.plan_kernels) for p in record.plans[0].profiles] == [("decode", ONE)]
+    assert not record.unfused
+
+
 @pytest.mark.parametrize("layout", ["shared", "split"])
 def test_fp32_when_it_would_prefill_then_is_refused_for_that_phase(fp32: Path, layout: Layout):
     with pytest.raises(InputError, match=r"prefill( and extend)?: the dtype is fp32") as e:

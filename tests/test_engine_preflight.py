@@ -231,6 +231,16 @@ def test_decode_layout_when_fp32_then_has_one_token_a_row_only(manifest: Manifes
         make_plan(manifest, "fp16", 100, 4, (16,), "decode")
 
 
+def test_head_dim_8_when_the_refusal_proposes_the_decode_layout_then_that_has_a_plan(manifest: Manifest):
+    small = dataclasses.replace(manifest, config=dataclasses.replace(manifest.config, head_dim=8))
+    with pytest.raises(InputError, match="prefill: head_dim is 8") as e:
+        make_plan(small, "fp16", 100, 4, ())
+    assert (e.value.hint or "").startswith("Give --layout decode")
+    plan = make_plan(small, "fp16", 100, 4, (), "decode")
+    assert [p.name for p in plan.parts[0].profiles] == ["decode"]
+    assert not plan.unfusable_phases
+
+
 @pytest.mark.parametrize(
     ("change", "fresh", "words"),
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tformer_deploy.backends.tensorrt.choice import good_engines
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.bundle.engine_choice import choose_engine
 from tformer_deploy.bundle.engines import (
@@ -242,7 +243,7 @@ def test_sidecar_when_a_field_is_wrong_then_is_refused_with_its_name(
 def test_sidecar_when_of_the_older_schema_then_is_listed_with_the_command_that_rebuilds(bundle: Bundle, engine: Path):
     resealed(engine, schema=1)
     (entry,) = list_engines(bundle)
-    assert f"tformer-deploy build-engine {bundle.path} --force" in entry.summary
+    assert f"tformer-deploy build-engine {bundle.path} --dtype fp16 --force" in entry.summary
     with pytest.raises(InputError, match="schema 1") as e:
         choose_engine(bundle, HERE)
     assert "build-engine" in (e.value.hint or "")
@@ -293,6 +294,7 @@ def test_inspect_when_an_engine_is_there_then_shows_plans_costs_and_kernels_with
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["inspect", str(bundle.path)]) == 0
     out = capsys.readouterr().out
+    assert f"engine {engine.name}: " in out  # what --engine takes
     assert "layout shared, fp16, capacity 256" in out
     assert "shared.engine" in out
     assert "3 × _gemv_mha_v1" in out
@@ -342,3 +344,26 @@ def test_folder_when_it_holds_no_engine_then_is_listed_as_unusable(bundle: Bundl
 def test_folder_when_an_unfinished_build_left_it_then_is_not_listed(bundle: Bundle):
     (bundle.path / ENGINES / ".tformer-tmp-abc").mkdir(parents=True)
     assert list_engines(bundle) == []
+
+
+@pytest.mark.parametrize(("source", "dtype"), [("llama_bundle", " --dtype fp16"), ("llama_fp16_bundle", "")])
+def test_next_step_when_there_is_no_engine_then_is_a_command_that_builds_one(
+    source: str, dtype: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+):
+    opened = open_bundle(request.getfixturevalue(source))
+    command = f"`tformer-deploy build-engine {opened.path}{dtype}`"
+    assert run(["inspect", str(opened.path)]) == 0
+    assert f"engines: none ({command} makes one)" in capsys.readouterr().out
+    with pytest.raises(CapabilityError, match="has no engine") as e:
+        good_engines(opened)
+    assert e.value.hint == f"Run {command}."
+
+
+def test_table_when_stdout_is_no_terminal_then_no_cell_is_cut(
+    bundle: Bundle, engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run(["inspect", str(bundle.path)]) == 0
+    out = capsys.readouterr().out
+    assert "│ shared.engine │ prefill-256 │" in out
+    assert "…" not in out

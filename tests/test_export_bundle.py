@@ -188,11 +188,17 @@ def test_export_when_the_check_is_red_or_fails_then_leaves_what_was_there(checkp
     ("code", "error"), [(1, api.ParityError), (3, InputError), (5, StorageError), (6, ResourceError), (-9, ResourceError)]
 )
 def test_check_in_child_when_it_ends_badly_then_raises_of_that_kind(monkeypatch, code, error):
-    done = subprocess.CompletedProcess([], code, stdout="a red table", stderr="what went wrong")
+    check = {"group": "decode", "metric": "max abs", "value": 0.5, "gate": 0.1, "relation": "<=", "verdict": "red", "detail": ""}
+    report = json.dumps({"checks": [check, check | {"metric": "other", "verdict": "green"}]})
+    done = subprocess.CompletedProcess([], code, stdout=report, stderr="what went wrong")
     monkeypatch.setattr(api.subprocess, "run", lambda *a, **k: done)
     with pytest.raises(error) as e:
         api.check_in_child(Path("b"), Path("c"))
-    assert ("a red table" if code == 1 else "what went wrong") in e.value.message
+    if code == 1:
+        found = "1 of 2 checks are red; no bundle is kept.\n  decode: max abs is 0.5; the line is <= 0.1"
+        assert e.value.message == f"The exported graphs differ from PyTorch: {found}"
+    else:
+        assert "what went wrong" in e.value.message
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EFBIG])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from tformer_deploy.bundle import Manifest, open_bundle
 from tformer_deploy.bundle.manifest import FileRecord, TensorRecord
 from tformer_deploy.bundle.manifest_io import dump_manifest, parse_manifest
 from tformer_deploy.bundle.quantization import Calibration, Quantization, is_matrix, scale_name, stored_size, stored_tensors
+from tformer_deploy.bundle.seal import seal
 from tformer_deploy.bundle.tensor_table import ALIGNMENT
 from tformer_deploy.config import ModelConfig
 from tformer_deploy.errors import InputError, UsageError
@@ -305,3 +307,32 @@ def test_loaded_graph_when_a_block_of_int8_is_multiplied_then_rows_are_rounded_t
     graph = LoadedGraph(opened.decode_path, opened.manifest.config)
     entry = graph._session.get_session_options().get_session_config_entry("session.qdq_matmulnbits_accuracy_level")
     assert entry == "4"
+
+
+@pytest.fixture(scope="module", params=["int8", "int4", "int8-dynamic"])
+def shakespeare(request, tmp_path_factory) -> Path:
+    """A bundle with a tokenizer, in each kind."""
+    source = Path(__file__).resolve().parent.parent / "samples" / "shakespeare"
+    return api.export(source, tmp_path_factory.mktemp("kinds") / "bundle", quantize=request.param, check=False)
+
+
+def test_generate_and_run_when_a_bundle_is_quantised_then_complete_text(shakespeare, tmp_path, capsys):
+    assert cli.run(["generate", str(shakespeare), "ROMEO:", "--max-new-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["completion_tokens"] == 4
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "ROMEO:", "max_new_tokens": 3}\n{"input_ids": [1, 2], "max_new_tokens": 2}\n')
+    assert cli.run(["run", str(shakespeare), str(prompts), "-o", str(output)]) == 0
+    assert [json.loads(line)["completion_tokens"] for line in output.read_text().splitlines()] == [3, 2]
+
+
+@pytest.mark.parametrize("wrong", ["scale", "norm"])
+def test_generate_when_a_quantised_bundle_holds_nan_then_names_the_tensor(shakespeare, wrong, tmp_path, capsys):
+    path = Path(shutil.copytree(shakespeare, tmp_path / "bundle"))
+    tensors = open_bundle(path).manifest.tensors
+    name = next(n for n, t in tensors.items() if wrong in n and t.dtype == "fp32")
+    with (path / "weights.bin").open("r+b") as file:
+        file.seek(tensors[name].offset)
+        file.write(np.float32(np.nan).tobytes())
+    seal(path)
+    assert cli.run(["generate", str(path), "ROMEO:", "--max-new-tokens", "4"]) == 3
+    assert f"tensor {name} holds 1 NaN or infinite values" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import torch
 
 from tformer_deploy import api
 from tformer_deploy.bundle import open_bundle
-from tformer_deploy.bundle.quantization import is_matrix, scale_name
+from tformer_deploy.bundle.quantization import Calibration, Quantization, is_matrix, scale_name
 from tformer_deploy.bundle.seal import seal
 from tformer_deploy.checkpoints import open_checkpoint
 from tformer_deploy.parity import accuracy, check_bundle, quantised_weights
@@ -308,4 +308,28 @@ def test_export_when_the_check_is_red_then_no_bundle_is_kept(tmp_path):
     assert str(e.value.hint).startswith(
         "Try --calibration with a text that the model is meant for, --block 32, --head int8, --quant"
     )
+    lines = e.value.message.splitlines()
+    assert lines[0].startswith("The graphs are right, but what quantisation costs is beyond the line: ")
+    assert lines[0].endswith("no bundle is kept.")
+    assert all(" is " in line and "; the line is " in line for line in lines[1:])  # the red ones alone
+    assert "tformer-tmp" not in e.value.message
     assert not (tmp_path / "b").exists()
+
+
+USED = Calibration("t", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "first"),
+    [
+        (Quantization("int8", "int8", 32), "Try --calibration with a text that the model is meant for and --block 32; or leave"),
+        (Quantization("int8", "int8", 128), "Try --calibration with a text that the model is meant for, --block 32; or leave"),
+        (Quantization("int8", "int8", 128, USED), "Try --block 32; or leave"),
+        (Quantization("int8", "int8", 32, USED), "Leave --quantize out; or keep it as it is: export with --no-check"),
+        (Quantization("int4", "int8", 32, USED), "Try --quantize int8; or leave"),
+    ],
+)
+def test_cure_when_an_option_is_in_use_then_it_is_not_proposed_and_leaving_the_check_out_comes_last(quantization, first):
+    hint = api._cure(quantization)
+    assert hint.startswith(first)
+    assert hint.upper().index("--NO-CHECK") > hint.upper().index("LEAVE --QUANTIZE OUT")

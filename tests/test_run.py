@@ -222,3 +222,17 @@ def test_rows_when_read_from_a_stream_then_blank_lines_do_not_count_as_rows(llam
     file = io.BytesIO(b'\n{"input_ids": [1]}\n')
     (row,) = read_rows(file, manifest.config, 256, None, Defaults(SamplingOptions(), 4, (), 0))
     assert (row.line, row.id) == (2, 2)
+
+
+def test_completion_when_it_ends_at_max_length_then_that_is_said_once(shakespeare: Path, tmp_path: Path, capsys):
+    limit = open_bundle(shakespeare).manifest.max_length
+    words = f"prompt and completion together have room for {limit}"
+    assert cli.run(["generate", str(shakespeare), "R" * (limit - 8), "--max-new-tokens", "100000"]) == 0
+    assert words in capsys.readouterr().err
+    assert cli.run(["generate", str(shakespeare), "R" * (limit - 8), "--max-new-tokens", "1"]) == 0
+    assert words not in capsys.readouterr().err
+    rows = [{"input_ids": [5] * (limit - 2)}, {"input_ids": [5] * (limit - 1)}, {"input_ids": [5], "max_new_tokens": 1}]
+    (tmp_path / "p").write_text("\n".join(map(json.dumps, rows)))
+    assert cli.run(["run", str(shakespeare), str(tmp_path / "p"), "-o", str(tmp_path / "o"), "--max-new-tokens", "100000"]) == 0
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if words in line]
+    assert note.startswith("Note: 2 rows ended before")

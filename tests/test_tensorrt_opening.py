@@ -66,7 +66,7 @@ def test_engine_when_for_another_version_or_gpu_then_exits_4_with_the_command(
     error = refused(bundle, machine)
     assert error.exit_code == 4
     assert words in error.message
-    assert error.hint == f"Run `tformer-deploy build-engine {bundle.path} --force`."
+    assert error.hint == f"Run `tformer-deploy build-engine {bundle.path} --dtype fp16 --force`."
 
 
 def test_engine_when_of_the_other_flavour_then_its_package_is_asked_for(bundle: Bundle, machine: FakeMachine):
@@ -79,7 +79,7 @@ def test_engine_when_of_the_other_flavour_then_its_package_is_asked_for(bundle: 
 
 def test_engine_when_none_was_built_then_exits_4_with_the_command(bundle: Bundle, machine: FakeMachine):
     error = refused(bundle, machine)
-    assert (error.exit_code, error.hint) == (4, f"Run `tformer-deploy build-engine {bundle.path}`.")
+    assert (error.exit_code, error.hint) == (4, f"Run `tformer-deploy build-engine {bundle.path} --dtype fp16`.")
 
 
 def _truncate(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.quantization import BLOCKS, DYNAMIC, Calibration, Quantization, default_block
 from tformer_deploy.errors import CapabilityError, InputError, ResourceError, StorageError, TformerError, UsageError
 from tformer_deploy.generation import load_tokenizer
+from tformer_deploy.parity.gates import ACCURACY
+from tformer_deploy.parity.report import figure
 from tformer_deploy.parity.text import read_beginning
 
 if TYPE_CHECKING:
@@ -98,6 +101,8 @@ def export(
     if on_warning is not None:
         for warning in checkpoint.warnings:
             on_warning(warning)
+        if tokenizer is None and not any("tokenizer" in warning for warning in checkpoint.warnings):
+            on_warning("The checkpoint has no tokenizer.json: the bundle takes token ids only.")
     return written
 
 
@@ -193,27 +198,32 @@ def build_engine(
         InputError: The prompts cannot be read, or what ``build`` raises.
     """
     build = load("tformer_deploy.exporters.tensorrt", "tensorrt-rtx").build
-    files = {"range_rows": range_scan, "fp8_rows": fp8}
-    rows = {name: _rows_of(bundle_path, Path(file)) for name, file in files.items() if file is not None}
+    files = {"range_rows": ("--range-scan", range_scan), "fp8_rows": ("--fp8", fp8)}
+    rows = {name: _rows_of(bundle_path, Path(file), option) for name, (option, file) in files.items() if file is not None}
     return build(bundle_path, **rows, **options)
 
 
-def _rows_of(bundle_path: str | Path, prompts: Path) -> Rows:
+def _rows_of(bundle_path: str | Path, prompts: Path, option: str) -> Rows:
     bundle = open_bundle(bundle_path)
     tokenizer, calibration = load_tokenizer(bundle), load("tformer_deploy.quantization.calibration", "export")
     encode = None if tokenizer is None else tokenizer.encode
-    rows: Rows = calibration.calibration_rows(prompts, encode, bundle.manifest.config, bundle.manifest.max_length)
+    rows: Rows = calibration.calibration_rows(
+        prompts, encode, bundle.manifest.config, bundle.manifest.max_length, f"{option} file"
+    )
     return rows
 
 
 def _cure(quantization: Quantization) -> str:
     """What makes a quantised bundle more exact."""
-    ways = [] if quantization.calibration else ["--calibration with a text that the model is meant for"]
-    ways += ["--block 32"] if quantization.block is not None and quantization.block > BLOCKS[0] else []
+    small = BLOCKS[0]
+    # With a calibration larger blocks are the default: to the small ones that are there already it must not lead away.
+    keep = f" and --block {small}" if quantization.block == small else ""
+    ways = [] if quantization.calibration else [f"--calibration with a text that the model is meant for{keep}"]
+    ways += [f"--block {small}"] if quantization.block is not None and quantization.block > small else []
     ways += ["--head int8"] if quantization.head == "int4" else []
     ways += ["--quantize int8"] if quantization.kind != "int8" else []
-    look = "export with --no-check and run `tformer-deploy check` to look at it"
-    return f"Try {', '.join(ways)}; or {look}." if ways else f"{look[0].upper()}{look[1:]}, or leave --quantize out."
+    first = f"Try {', '.join(ways)}; or leave" if ways else "Leave"
+    return f"{first} --quantize out; or keep it as it is: export with --no-check and run `tformer-deploy check` to look at it."
 
 
 def check_in_child(bundle: Path, checkpoint: Path, hint: str | None = None) -> None:
@@ -222,24 +232,41 @@ def check_in_child(bundle: Path, checkpoint: Path, hint: str | None = None) -> N
     Args:
         bundle: The new bundle.
         checkpoint: What it came from.
-        hint: What to do where it is red.
+        hint: What to do where the graphs are right and quantisation costs too much.
 
     Raises:
         ParityError: It is red.
         TformerError: It could not run.
     """
-    command = [sys.executable, "-m", "tformer_deploy.cli", "check", str(bundle), "--checkpoint", str(checkpoint)]
+    command = [sys.executable, "-m", "tformer_deploy.cli", "check", str(bundle), "--checkpoint", str(checkpoint), "--json"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
     if done.returncode == 1 and done.stdout:
-        raise ParityError(
-            f"The exported graphs differ from PyTorch; no bundle is kept.\n{done.stdout.rstrip()}",
-            hint or "Export again with --no-check and run `tformer-deploy check` to look at it.",
-        )
+        raise _red(json.loads(done.stdout), hint)
     if done.returncode:
         kinds: dict[int, type[TformerError]] = {e.exit_code: e for e in (CapabilityError, StorageError, ResourceError)}
         end = f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
         error = ResourceError if done.returncode == -signal.SIGKILL else kinds.get(done.returncode, InputError)
         raise error(f"The check of the new bundle ended with {end}; no bundle is kept.\n{done.stderr.rstrip()}")
+
+
+def _red(report: dict[str, Any], hint: str | None) -> ParityError:
+    """What a red report of a new bundle says: the red checks alone."""
+    red = [c for c in report["checks"] if c["verdict"] == "red"]
+    lines = [
+        f"  {c['group']}: {c['metric']} is {_figure(c['value'])}; the line is {c['relation']} {_figure(c['gate'])}" for c in red
+    ]
+    lines = [f"{line} ({c['detail']})" if c["detail"] else line for line, c in zip(lines, red, strict=True)]
+    count = f"{len(red)} of {len(report['checks'])} checks are red; no bundle is kept."
+    if red and all(c["group"].startswith(ACCURACY) for c in red):
+        first = "The graphs are right, but what quantisation costs is beyond the line"
+    else:
+        first, hint = "The exported graphs differ from PyTorch", None
+    look = "Export again with --no-check and run `tformer-deploy check` to look at it."
+    return ParityError("\n".join([f"{first}: {count}", *lines]), hint or look)
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else figure(value)
 
 
 def load(module: str, extra: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -32,7 +33,7 @@ from tformer_deploy.bundle.engine_record import (
 from tformer_deploy.bundle.fusable import unpacking
 from tformer_deploy.bundle.manifest import WEIGHTS
 from tformer_deploy.bundle.writer import new_folder, refuse_existing, write_file
-from tformer_deploy.errors import ResourceError, TformerError, UsageError
+from tformer_deploy.errors import CapabilityError, ResourceError, TformerError, UsageError
 from tformer_deploy.exporters.tensorrt.buckets import buckets_for, read_lengths
 from tformer_deploy.exporters.tensorrt.costs import Costs, estimate, require_room, room_for, room_sentence
 from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour, require_fp8
@@ -133,7 +134,9 @@ def build(
     if plan.fp8:
         require_fp8(draft.compute_capabilities)
     folder = bundle.path / ENGINES / draft.name
-    refuse_existing(folder, force, SIDECAR)
+    refuse_existing(folder, force, SIDECAR, "another --dtype, --capacity, --layout or --target")
+    if plan.dtype != bundle.manifest.dtype:
+        _require_derivation(bundle, plan.dtype)
     _say_before(plan, costs, chosen, draft, folder, on_note)
     if unpacked := unpacking(bundle.manifest.quantization):
         on_note(f"WARNING: {unpacked}")
@@ -301,6 +304,20 @@ def _error(event: dict[str, Any]) -> TformerError:
     kinds = (errors.UsageError, errors.InputError, errors.CapabilityError, errors.StorageError, errors.ResourceError)
     kind = next((k for k in kinds if k.exit_code == event["exit_code"]), TformerError)
     return kind(event["message"], event["hint"])
+
+
+def _require_derivation(bundle: Bundle, dtype: DType) -> None:
+    """Refuses before anything is said what would fail after it."""
+    try:
+        importlib.import_module("tformer_deploy.exporters.tensorrt.derive")
+    except ModuleNotFoundError as e:
+        if (e.name or "").startswith("tformer_deploy"):
+            raise
+        export = f", or export the checkpoint with --dtype {dtype}: its engine needs no more than is here"
+        raise CapabilityError(
+            f"The bundle is {bundle.manifest.dtype}; deriving an engine in {dtype} from it needs the Python package {e.name}, which is not installed.",
+            f"pip install 'tformer-deploy[export]'{export if bundle.manifest.quantization is None else ''}.",
+        ) from None
 
 
 def _derive(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, PhaseReport, no_engine, preflight
+from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, PhaseReport, attention_faults, no_engine, preflight
 from tformer_deploy.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -118,8 +118,10 @@ def make_plan(
             f"--prompt-bucket is {', '.join(map(str, edges))}; expected numbers from 2 to the capacity, {capacity}.",
             "Choose numbers in that range.",
         )
-    # In fp32 several tokens do not fuse: the plan that only decodes leaves them out.
-    parts = _parts(layout, (1, max_batch, max_batch), edges, capacity, extend=dtype != "fp32")
+    # Where several tokens do not fuse though one does (fp32, head_dim 8), the plan that decodes leaves them out.
+    faults = attention_faults(manifest.config, dtype, capacity)
+    extend = all("decode" in fault.phases for fault in faults if "extend" in fault.phases)
+    parts = _parts(layout, (1, max_batch, max_batch), edges, capacity, extend)
     phases = dict.fromkeys(profile.phase for part in parts for profile in part.profiles)
     reports = preflight(manifest.config, dtype, capacity, tuple(phases), square=layout == "split")
     _refuse(reports, allow_decomposed)

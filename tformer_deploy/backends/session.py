@@ -187,7 +187,14 @@ class Session:
         return kept
 
     def read_cache(self, row: int) -> list[tuple[Logits, Logits]]:
-        """Copies of one row's keys and values, layer by layer, each [K, length, D] float32."""
+        """Copies of one row's keys and values, layer by layer, each [K, length, D] float32.
+
+        Raises:
+            InputError: There is no such row, or no batch yet.
+        """
+        self._live()
+        if not 0 <= row < len(self._lengths):
+            raise InputError(f"There is no row {row}; the batch has the rows 0 to {len(self._lengths) - 1}.")
         view, length = self._live().rows(row, row + 1), self._lengths[row]
         layers = (view.read(layer) for layer in range(self.backend.config.n_layers))
         return [(key[0, :, :length].copy(), value[0, :, :length].copy()) for key, value in layers]
@@ -262,6 +269,8 @@ class Session:
         """The longest row's length with its past, after refusing what no graph may be given."""
         vocab, limit, longest = self.backend.config.vocab_size, self.backend.max_length, 0
         for i, (row, held) in enumerate(zip(rows, past, strict=True)):
+            if not hasattr(row, "__len__"):
+                raise InputError(f"Row {i} is {row!r}; expected a list of token ids.", "Pass a list of rows: [[1, 2, 3]].")
             if not len(row):
                 raise InputError(f"Row {i} is empty.", "Give each row at least one token id.")
             bad = [token for token in row if not 0 <= token < vocab]

@@ -23,7 +23,7 @@ WINDOW = 4096
 
 @dataclass(frozen=True)
 class Summary:
-    """What a job did."""
+    """What a job did; ``cut_short`` rows ended at ``max_length`` with fewer tokens than were asked for."""
 
     rows: int
     failed: int
@@ -31,6 +31,7 @@ class Summary:
     completion_tokens: int
     seconds: float
     padding_share: float
+    cut_short: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -64,7 +65,7 @@ def run_job(
         job.run_window(window, max_batch, edges)
     padding = generator.session.counters.padding_share
     seconds = time.perf_counter() - started
-    return Summary(job.rows, job.failed, job.prompt_tokens, job.completion_tokens, seconds, padding)
+    return Summary(job.rows, job.failed, job.prompt_tokens, job.completion_tokens, seconds, padding, job.cut_short)
 
 
 class _Job:
@@ -72,7 +73,7 @@ class _Job:
 
     def __init__(self, generator: Generator, sink: Sink, on_row: Callable[[], None]) -> None:
         self._generator, self._sink, self._on_row = generator, sink, on_row
-        self.rows = self.failed = self.prompt_tokens = self.completion_tokens = 0
+        self.rows = self.failed = self.prompt_tokens = self.completion_tokens = self.cut_short = 0
 
     def run_window(self, window: Sequence[Row], max_batch: int, edges: Sequence[int]) -> None:
         first = self.rows
@@ -97,6 +98,8 @@ class _Job:
         result = result_row(row, completion)
         self.prompt_tokens += result["prompt_tokens"]
         self.completion_tokens += result["completion_tokens"]
+        assert row.request is not None
+        self.cut_short += completion.finish_reason == "length" and len(completion.output_ids) < row.request.max_new_tokens
         self._put(index, result)
 
     def _fail(self, index: int, row: Row, code: Code, message: str) -> None:

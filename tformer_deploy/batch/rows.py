@@ -23,8 +23,9 @@ Code = Literal[
 ]  # fmt: skip
 LINE_LIMIT = 16 * 2**20
 _SAMPLING = ("temperature", "top_k", "top_p")
-_FIELDS = {"id", "prompt", "input_ids", "max_new_tokens", "seed", "stop", *_SAMPLING}
+FIELDS = {"id", "prompt", "input_ids", "max_new_tokens", "seed", "stop", *_SAMPLING}
 _LONG_ID = 64
+_JSONL = 'PROMPTS is JSONL: write {"prompt": "…"} or {"input_ids": […]}, a line each.'
 
 
 class RowError(Exception):
@@ -79,18 +80,21 @@ def scan(file: IO[bytes]) -> Scan:
     """Reads a whole prompts file once, keeping nothing but ids, before any work is done.
 
     Raises:
-        InputError: The file is UTF-16 or compressed, or two rows have the same id.
+        InputError: The file is UTF-16 or compressed, it has several lines and none begins like a JSON object, or two rows have the same id.
     """
-    count, lines, unknown = 0, dict[str, int](), set[str]()
+    count, lines, unknown, like_json = 0, dict[str, int](), set[str](), False
     for number, data in _lines(file):
         count += 1
+        like_json |= data is None or data.lstrip().startswith(b"{")
         try:
             raw = _parse(data)
-            unknown |= raw.keys() - _FIELDS
+            unknown |= raw.keys() - FIELDS
             if "id" in raw:
                 _refuse_second(_row_id(raw["id"]), number, lines)
         except RowError:
             continue  # reported when the row is read
+    if count > 1 and not like_json:
+        raise InputError("No line of the prompts file begins like a JSON object.", _JSONL)
     return Scan(count, tuple(sorted(unknown)))
 
 

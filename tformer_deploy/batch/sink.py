@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 
-from tformer_deploy.errors import UsageError
+from tformer_deploy.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -32,6 +32,7 @@ class OrderedFile:
 
     Raises:
         UsageError: The output exists and ``force`` is False, or it is no regular file.
+        StorageError: Its folder is not there.
     """
 
     def __init__(self, path: Path, force: bool) -> None:
@@ -39,6 +40,8 @@ class OrderedFile:
         self._temporary: Path | None = None
         if str(path) != "-":
             refuse_output(path, force)
+            if not path.parent.is_dir():
+                raise StorageError(f"The output's folder {path.parent} is not there.", "Make it first, or name another path.")
             self._temporary = path.with_name(f"{path.name}{_TEMPORARY}{os.getpid()}")
 
     def __enter__(self) -> Self:

@@ -49,7 +49,7 @@ def good_engines(bundle: Bundle, name: str | None = None) -> list[EngineRecord]:
         if not entries:
             raise UsageError(f"--engine is {name!r}; this bundle has {', '.join(known) or 'no engine'}.", "Name one of them.")
     if not entries:
-        raise CapabilityError(f"{bundle.path} has no engine.", f"Run `tformer-deploy build-engine {bundle.path}`.")
+        raise CapabilityError(f"{bundle.path} has no engine.", f"Run `{build_command(bundle)}`.")
     good = [entry.record for entry in entries if entry.record is not None and entry.fault is None]
     if not good:
         raise InputError(f"{bundle.path} has no engine that can be used: {_faults(entries)}", rebuild(bundle))

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {"shared": ("shared",), "split": ("decode"
 PROFILE_PHASES = ("decode", "prefill", "extend")
 # How fusion is proven; the log of full TensorRT is not documented, so that its inspector may stand alone.
 WAYS: dict[str, tuple[tuple[str, ...], ...]] = {"rtx": (("plan", "log"),), "tensorrt": (("inspector", "log"), ("inspector",))}
-REBUILD = "Build the engine again with `tformer-deploy build-engine BUNDLE --force`."
+REBUILD = "Build the engine again with `tformer-deploy build-engine BUNDLE --force` and the --dtype that it had."
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tformer_deploy.bundle.engine_record import (
     parse_record,
     plan_file,
 )
+from tformer_deploy.bundle.fusable import build_command
 from tformer_deploy.bundle.manifest import MANIFEST
 from tformer_deploy.bundle.verify import hash_file, read_plain_file
 from tformer_deploy.errors import InputError
@@ -103,7 +104,7 @@ def verify_graph(bundle: Bundle, folder: Path, record: EngineRecord) -> None:
 
 def rebuild(bundle: Bundle) -> str:
     """The command that makes an engine for what is here."""
-    return f"Run `tformer-deploy build-engine {bundle.path} --force`."
+    return f"Run `{build_command(bundle)} --force`."
 
 
 def _entry(bundle: Bundle, folder: Path) -> EngineEntry:

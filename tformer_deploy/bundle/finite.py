@@ -11,6 +11,7 @@ import numpy as np
 
 from tformer_deploy.bundle.graph_file import read_graph_file
 from tformer_deploy.bundle.manifest import WEIGHTS
+from tformer_deploy.bundle.quantization import WHOLE
 from tformer_deploy.bundle.signature import PHASES
 from tformer_deploy.bundle.verify import remember, remembered
 from tformer_deploy.errors import InputError, escaped
@@ -39,6 +40,8 @@ def require_finite(bundle: Bundle) -> None:
         return
     with bundle.weights_path.open("rb") as file:
         for name, tensor in bundle.manifest.tensors.items():
+            if tensor.dtype in WHOLE:
+                continue  # whole numbers are always finite; their scales are tensors of their own
             kind, exponent = _EXPONENTS[tensor.dtype]
             file.seek(tensor.offset)
             bad, left = 0, tensor.size

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tformer_deploy.bundle.bundle import Bundle
     from tformer_deploy.bundle.quantization import Quantization
     from tformer_deploy.config import DType, ModelConfig
 
@@ -80,7 +81,7 @@ def attention_faults(config: ModelConfig, dtype: DType, capacity: int) -> Iterat
     if dtype == "fp32":
         yield Unfusable(
             _SEVERAL,
-            "the dtype is fp32; fused kernels take fp16 and bf16 (decode: fp32 too).",
+            "the dtype is fp32 (that of attention, also where matrices are quantised); fused kernels take fp16 and bf16 (decode: fp32 too).",
             "Give --dtype fp16, or --layout decode for a plan that only decodes.",
         )
     if config.n_heads < _HEADS:
@@ -132,6 +133,11 @@ def unfusable(config: ModelConfig, dtype: DType, capacity: int) -> list[tuple[st
         where = " and ".join(phase for phase in ("prefill", "decode") if phase in fault.phases)
         found.append((f"{where}: {fault.reason}", fault.cure))
     return found
+
+
+def build_command(bundle: Bundle) -> str:
+    """The command that makes an engine of a bundle: an fp32 one needs another dtype, since no prompt fuses in fp32."""
+    return f"tformer-deploy build-engine {bundle.path}{' --dtype fp16' if bundle.manifest.dtype == 'fp32' else ''}"
 
 
 def no_engine(quantization: Quantization | None, cast: bool) -> tuple[str, str] | None:

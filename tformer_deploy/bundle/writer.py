@@ -52,8 +52,11 @@ def new_folder(path: Path, force: bool, marker: str = "manifest.json") -> Iterat
         os.close(lock)
 
 
-def refuse_existing(path: Path, force: bool, marker: str = "manifest.json") -> None:
-    """Refuses an output path that would lose something: only an empty folder, or with ``force`` one of ours, is replaced."""
+def refuse_existing(path: Path, force: bool, marker: str = "manifest.json", otherwise: str = "name another path") -> None:
+    """Refuses an output path that would lose something: only an empty folder, or with ``force`` one of ours, is replaced.
+
+    ``otherwise`` says what else than ``--force`` helps.
+    """
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -62,7 +65,7 @@ def refuse_existing(path: Path, force: bool, marker: str = "manifest.json") -> N
         raise UsageError(f"The output {path} exists and is no folder.", "Name another output path.")
     if any(path.iterdir()):
         if not force:
-            raise UsageError(f"The output {path} exists.", "Give --force to replace it, or name another path.")
+            raise UsageError(f"The output {path} exists.", f"Give --force to replace it, or {otherwise}.")
         if not (path / marker).exists():
             raise UsageError(
                 f"The output {path} holds files and no {marker}, so this tool did not write it.",

@@ -68,6 +68,10 @@ def _ignored_code(path: Path, data: dict[str, Any]) -> list[str]:
 def _read_config(path: Path) -> bytes:
     if not os.path.lexists(path / CONFIG) and (found := [name for name in listing(path) if name.endswith(".gguf")]):
         raise InputError(f"{escaped(str(path))} has no {CONFIG}.", f"Name the GGUF file itself: {escaped(str(path / found[0]))}.")
+    if not os.path.lexists(path / CONFIG) and os.path.lexists(path / "manifest.json"):
+        raise InputError(
+            f"{escaped(str(path))} is a bundle, not a checkpoint.", "Name what it was made from; `inspect` shows its name."
+        )
     return read_small(path / CONFIG, _CONFIG_LIMIT)
 
 

@@ -26,6 +26,15 @@ def open_checkpoint(path: str | Path, max_length: int | None = None) -> Checkpoi
     path = Path(path)
     if os.path.isdir(path):  # false, and no error, for what cannot be a path
         return open_folder(path, FAMILIES, max_length)
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        raise InputError(
+            f"{escaped(str(path))} does not exist.",
+            "Name a folder or a GGUF file on this machine; nothing is fetched from a hub.",
+        ) from None
+    except (OSError, ValueError):
+        pass  # said below
     with opened(path) as (file, _):
         start = file.read(4)
     if start == b"GGUF" or path.suffix == ".gguf":

@@ -40,6 +40,10 @@ _COLUMNS = {
     "peak_mib": "peak MiB",
     "pss_mib": "PSS MiB",
 }
+_LEGEND = (
+    "TTFT: time to the first token. TPOT: of each further one. ITL: gaps between tokens, median and 99th percentile. of GEMM, of read: share "
+    "of the matrix products and of the reads of memory that this machine does at most. PSS: memory, pages shared with other processes in part."
+)
 
 
 @click.command("bench", short_help="Measure speed, memory and utilisation.")
@@ -91,7 +95,9 @@ def command(
     log = Console(stderr=True, quiet=as_json_only)
     sweep = run_sweep(session, wanted, repeats, weights, threads, on_cpu, lambda words: log.print(words, style="dim"))
     place = f"profile {profile}, threads {threads or 'default'}" if on_cpu else " ".join(session.backend.notes[:1])
-    title = f"{bundle.name}: {session.backend.dtype}, {backend}, {place}"
+    stored = opened.manifest.quantization
+    kind = session.backend.dtype if stored is None else f"matrices in {stored.kind}, the rest in {session.backend.dtype}"
+    title = f"{bundle.name}: {kind}, {backend}, {place}"
     if not as_json_only:
         _print(sweep, title)
     if plot is not None:
@@ -108,6 +114,7 @@ def command(
         "provider": provider if backend == "onnxruntime" else None,
         "profile": profile,
         "dtype": opened.manifest.dtype,
+        "quantization": None if stored is None else stored.kind,
         "threads": threads,
         "versions": versions(),
     }
@@ -120,6 +127,7 @@ def _print(sweep: Sweep, title: str) -> None:
         table.add_row(str(row["batch"]), str(row["prompt_length"]), *(_text(name, row[name]) for name in _COLUMNS))
     console = Console(width=max(Console().width, 130))
     console.print(table)
+    console.print(_LEGEND, highlight=False)
     if sweep.limits is not None:
         gemm = sweep.limits.gemm_gflops
         product = "" if gemm is None else f", {gemm:.0f} GFLOP/s of fp32 matrix product"

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from tformer_deploy import api
+from tformer_deploy.commands.console import wide_console
 from tformer_deploy.config import DTYPES
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def command(
         figures = {"path": str(built.path), "build_s": built.build_s, "peak_mib": built.peak_mib}
         click.echo(json.dumps(dataclasses.asdict(built.record) | figures, sort_keys=True))
     else:
-        _render(built, Console())
+        _render(built, wide_console())
 
 
 def _render(built: Any, console: Console) -> None:

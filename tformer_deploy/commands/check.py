@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
 from tformer_deploy import api
 from tformer_deploy.backends import PROFILES, PROVIDERS, require_consistent
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.verify import REPORTS
 from tformer_deploy.bundle.writer import replace_file
+from tformer_deploy.commands.console import wide_console
 from tformer_deploy.errors import UsageError
 from tformer_deploy.parity.console import render
 from tformer_deploy.parity.junit import to_junit
@@ -99,7 +99,10 @@ def command(
     if as_json:
         click.echo(content)
     else:
-        render(found, Console(width=None if Console().is_terminal else 140))
+        render(found, wide_console())
+    if not found.passed and not found.complete:
+        proven = "Nothing was compared with PyTorch: the bundle was checked against itself alone."
+        click.echo(f"Error: {proven} → Give --checkpoint PATH, what the bundle was made from.", err=True)
     return 0 if found.passed else 1
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tformer_deploy.backends import cuda
 from tformer_deploy.backends.tensorrt.package import installed_flavours, load_packages
+from tformer_deploy.commands.console import wide_console
 from tformer_deploy.errors import TformerError
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -43,8 +44,9 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "export (GGUF)": (("torch", "onnx", "onnx_ir", "onnxscript", "gguf", "onnxruntime"), "export"),
     "check": (("torch", "safetensors", "onnxruntime"), "export"),
     "run, generate, bench": (("onnxruntime", "tokenizers"), "cpu"),
-    "build-engine --flavour rtx": (("onnx", "onnx_ir", "tensorrt_rtx"), "tensorrt-rtx"),
-    "build-engine --flavour tensorrt": (("onnx", "onnx_ir", "tensorrt"), "tensorrt"),
+    "build-engine --flavour rtx": (("onnx", "tensorrt_rtx"), "tensorrt-rtx"),
+    "build-engine --flavour tensorrt": (("onnx", "tensorrt"), "tensorrt"),
+    "build-engine in another dtype than the bundle's, too": (("torch", "onnx_ir", "onnxscript", "onnxruntime"), "export"),
     "seal, inspect, doctor": ((), ""),
 }
 
@@ -60,7 +62,7 @@ def command(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
-        _render(found, Console())
+        _render(found, wide_console())
 
 
 def examine() -> dict[str, Any]:

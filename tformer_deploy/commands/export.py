@@ -78,6 +78,10 @@ def command(
     if bundle.manifest.quantization is not None:
         click.echo(bundle.manifest.quantization.sentence)
     click.echo("Checked against PyTorch: quick suite green." if check else "Not checked against PyTorch.")
-    verb = "generate" if check else "check"
-    rest = '"Once upon a time"' if check else f"--checkpoint {shlex.quote(str(checkpoint))}"
-    click.echo(f"Next: tformer-deploy {verb} {shlex.quote(str(path))} {rest}")
+    place = shlex.quote(str(path))
+    if not check:
+        click.echo(f"Next: tformer-deploy check {place} --checkpoint {shlex.quote(str(checkpoint))}")
+    elif "tokenizer.json" in files:
+        click.echo(f'Next: tformer-deploy generate {place} "Once upon a time"')
+    else:
+        click.echo(f"""Next: echo '{{"input_ids": [1, 2, 3]}}' | tformer-deploy run {place} - -o -""")

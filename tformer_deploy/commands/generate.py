@@ -68,6 +68,12 @@ def command(
         click.echo(json.dumps(result))
     else:
         click.echo()
+    if completion.finish_reason == "length" and len(completion.output_ids) < max_new_tokens:
+        limit = session.backend.max_length
+        click.echo(
+            f"Note: ended after {len(completion.output_ids)} new tokens: prompt and completion together have room for {limit}.",
+            err=True,
+        )
 
 
 def _show(text: str) -> None:

@@ -14,10 +14,11 @@ from rich.table import Table
 from tformer_deploy.backends.cpu.plan import plan_for
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.engines import list_engines
-from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, no_engine, unfusable
+from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, build_command, no_engine, unfusable
 from tformer_deploy.bundle.signature import PHASES, TensorSignature, cache_bytes_per_token, graph_inputs, graph_outputs
-from tformer_deploy.bundle.tensor_table import expected_tensors
+from tformer_deploy.commands.console import wide_console
 from tformer_deploy.config import DTYPES
+from tformer_deploy.parameters import parameter_shapes
 
 if TYPE_CHECKING:
     from tformer_deploy.bundle import Bundle
@@ -36,7 +37,7 @@ def command(bundle: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
-        _render(found, Console())
+        _render(found, wide_console())
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
@@ -69,12 +70,13 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         },
         "weights": {
             "tensors": len(manifest.tensors),
-            "parameters": sum(_count(shape) for shape in expected_tensors(manifest.config).values()),
+            "parameters": sum(_count(shape) for shape in parameter_shapes(manifest.config).values()),
             "bytes": sum(t.size for t in manifest.tensors.values()),
         },
         "files": {name: dataclasses.asdict(record) for name, record in sorted(manifest.files.items())},
         "cpu": {"profile": "cpu" if cpu.applies else "portable", "reasons": list(cpu.reasons)},
         "tensorrt": {dtype: _engine_faults(bundle, dtype) for dtype in DTYPES},
+        "build_engine": None if no_engine(manifest.quantization) else f"`{build_command(bundle)}` makes one",
         "engines": [dataclasses.asdict(engine) for engine in list_engines(bundle)],
     }
 
@@ -138,7 +140,12 @@ def _render(found: dict[str, Any], console: Console) -> None:
         verdict = "; ".join(faults) if faults else "all attention can be fused"
         console.print(f"TensorRT {dtype}: {verdict}", highlight=False, markup=False)
     if not found["engines"]:
-        console.print("engines: none (`tformer-deploy build-engine` makes one)")
+        console.print(
+            f"engines: none ({found['build_engine']})" if found["build_engine"] else "engines: none",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     for engine in found["engines"]:
         _render_engine(engine, console)
 
@@ -157,7 +164,7 @@ def _render_engine(engine: dict[str, Any], console: Console) -> None:
     if record is None or engine["fault"] is not None:
         console.print(f"engine {engine['folder']}: {engine['summary']}", highlight=False, markup=False)
         return
-    console.print(f"engine {engine['flavour']} {engine['version']}: {engine['summary']}", highlight=False, markup=False)
+    console.print(f"engine {engine['folder']}: {engine['summary']}", highlight=False, markup=False)
     table = Table(
         "plan", "profile", "rows", "new tokens a row", "logits a row", "fused attention", "not fused", "matrices unpacked",
         title_justify="left",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import shutil
 import sys
@@ -18,12 +19,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tformer_deploy.backends import open_session, require_consistent
 from tformer_deploy.batch.job import Summary, run_job
 from tformer_deploy.batch.planner import DEFAULT_EDGES
-from tformer_deploy.batch.rows import Defaults, read_rows, scan
+from tformer_deploy.batch.rows import FIELDS, Defaults, read_rows, scan
 from tformer_deploy.batch.sink import OrderedFile
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.finite import require_finite
 from tformer_deploy.commands.options import generation_options, sampling_options, stop_strings
-from tformer_deploy.errors import InputError, UsageError
+from tformer_deploy.errors import InputError, UsageError, printable
 from tformer_deploy.generation import Generator, load_tokenizer
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from tformer_deploy.backends.cpu.opening import ProfileName
     from tformer_deploy.backends.providers import ProviderName
+    from tformer_deploy.batch.rows import Row
 
 
 @click.command("run", short_help="Complete a file of prompts.")
@@ -72,17 +74,23 @@ def command(
         found = scan(file)
         file.seek(0)
         if found.unknown:
-            click.echo(f"Note: no row has the fields {', '.join(map(ascii, found.unknown))}; they are ignored.", err=True)
+            click.echo(f"Note: no row has the fields {', '.join(map(_proposed, found.unknown))}; they are ignored.", err=True)
         session = open_session(opened, backend=backend, threads=threads, profile=profile, provider=provider, engine=engine)
         for note in session.backend.notes:
             click.echo(f"Note: {note}", err=True)
         generator = Generator(session, tokenizer, manifest.eos_token_ids, prompt_lookup)
         # An engine may hold shorter rows than the bundle; longer ones then are error rows.
-        rows = read_rows(file, manifest.config, session.backend.max_length, tokenizer, defaults)
+        rows = _first_error_said(read_rows(file, manifest.config, session.backend.max_length, tokenizer, defaults))
         with sink, _progress(found.rows) as step:
             summary = run_job(rows, generator, sink, max_batch, tuple(sorted(set(edges))) or DEFAULT_EDGES, step)
     if prompt_lookup:
         click.echo(f"Prompt lookup: {generator.right} of {generator.guessed} guesses were right.", err=True)
+    if summary.cut_short:
+        limit = session.backend.max_length
+        click.echo(
+            f"Note: {summary.cut_short} rows ended before their max_new_tokens: prompt and completion together have room for {limit}.",
+            err=True,
+        )
     _report(summary, as_json)
     return 1 if summary.failed and not allow_errors else 0
 
@@ -107,6 +115,22 @@ def _prompts(path: Path) -> Iterator[IO[bytes]]:
             copy.seek(0)
             source = copy
         yield source
+
+
+def _proposed(name: str) -> str:
+    """The name of an unknown field, with the one that is most like it."""
+    likely = difflib.get_close_matches(name[:80], FIELDS, 1)
+    return f"{name!a} (meant is {likely[0]}?)" if likely else ascii(name)
+
+
+def _first_error_said(rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows; why the first bad one is, is said on stderr, since the others are often bad for the same reason."""
+    said = False
+    for row in rows:
+        if row.error is not None and not said:
+            said = True
+            click.echo(f"Note: line {row.line} failed: {row.error.code}: {printable(row.error.message)}", err=True)
+        yield row
 
 
 @contextlib.contextmanager

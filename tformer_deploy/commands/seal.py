@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from pathlib import Path
 
 import click
 
 from tformer_deploy import api
 from tformer_deploy.bundle.seal import seal
+from tformer_deploy.errors import escaped
 
 
 @click.command("seal", short_help="Re-hash a bundle that was edited on purpose.")
@@ -25,4 +27,6 @@ def command(bundle: Path) -> None:
         for fault in api.load("tformer_deploy.exporters.onnx.lint", "export").bundle_faults(sealed):
             click.echo(f"Warning: {fault}", err=True)
     if changed:
-        click.echo("Next: tformer-deploy check … --checkpoint …; engines of the old core must be built again.")
+        name = sealed.manifest.source.name
+        click.echo(f"Next: tformer-deploy check {shlex.quote(str(bundle))} --checkpoint PATH, where PATH is {escaped(name)}'s;")
+        click.echo("engines of the old core must be built again.")

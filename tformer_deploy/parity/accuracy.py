@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tformer_deploy.bundle.quantization import block_for, is_matrix, untied
-from tformer_deploy.parity.gates import Check, judge
+from tformer_deploy.parity.gates import ACCURACY, Check, judge
 from tformer_deploy.parity.metrics import KL, SAME_BEST, measure, negative_log_likelihood, summarise
 from tformer_deploy.parity.rounded_rows import rounded_rows
 from tformer_deploy.parity.spool import Spool
@@ -92,7 +92,7 @@ def accuracy(candidate: Candidate, bundle: Bundle, checkpoint: Checkpoint, suite
         with rounded_rows(reference, PLAIN_BLOCK):
             for row, want in zip(rows, wanted, strict=True):
                 plain.add(want, _logits(reference, row), row[1:])
-    group = f"deployed against the unquantised model, {name}"
+    group = f"{ACCURACY}, {name}"
     checks = [judge(group, "tokens compared", sum(map(len, rows)), 2, ">=", f"{len(rows)} rows")]
     if quantization.kind != "int4":
         for graph, distance in (("prefill", prefill), ("decode", steps)):

@@ -43,6 +43,8 @@ GATES: dict[DType, Gates] = {
     "fp16": Gates(0.12, 0.01, 0.999, 0.1, 0.99, 5e-4, False, 1e-2, 1e-2, 1e-3),
     "bf16": Gates(0.5, 0.05, 0.99, 0.5, 0.99, 5e-3, False, 1.6e-2, 2e-2, 5e-3),
 }
+# Begins the group of checks that say what quantisation costs: red there, the graphs are right all the same.
+ACCURACY = "deployed against the unquantised model"
 # A reference margin under which two fp32 runs may pick either token: reported, not red.
 NEAR_TIE = 1e-4
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 64 * 2**20
 _AGAIN = "Run `tformer-deploy check BUNDLE --checkpoint PATH --report FILE` again."
+_FIRST = "Write one with `tformer-deploy check BUNDLE --checkpoint PATH --report FILE`."
 _TEXT, _NUMBER = (str,), (int, float)
 _MAYBE_NUMBER, _MAYBE_COUNT, _MAYBE_TEXT = (int, float, type(None)), (int, type(None)), (str, type(None))
 # Object in the report → its fields → types of their values; docs/parity.md says what they mean.
@@ -53,6 +54,8 @@ def read_report(path: Path, bundle: Bundle) -> dict[str, Any]:
         InputError: It is no report, was changed after it was written, contradicts itself, or is of another bundle.
     """
     place = escaped(str(path))
+    if not path.exists() or path.is_dir():
+        raise InputError(f"The report {place} is {'a folder' if path.is_dir() else 'not there'}.", _FIRST)
     report = parse_report(read_plain_file(path, _LIMIT), place)
     if report["core_sha256"] != bundle.core_sha256:
         raise InputError(

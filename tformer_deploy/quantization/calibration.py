@@ -26,7 +26,9 @@ _FILE_BYTES = 64 * 2**20
 _FIELDS = ("prompt", "text", "turns", "input_ids")
 
 
-def calibration_rows(path: Path, encode: Callable[[str], list[int]] | None, config: ModelConfig, max_length: int) -> Rows:
+def calibration_rows(
+    path: Path, encode: Callable[[str], list[int]] | None, config: ModelConfig, max_length: int, what: str = "calibration"
+) -> Rows:
     """Rows of ids from a UTF-8 text, or from JSONL whose lines have ``prompt``, ``text``, ``turns`` (the first counts) or
     ``input_ids``. They are taken evenly from the whole file, :data:`TOKENS` ids at most.
 
@@ -35,20 +37,21 @@ def calibration_rows(path: Path, encode: Callable[[str], list[int]] | None, conf
         encode: The checkpoint's tokenizer; None where it has none.
         config: The model.
         max_length: Bound on the ids of a row.
+        what: What messages call the file.
 
     Raises:
         InputError: The file cannot be read or gives no row, or an id is outside the vocabulary.
     """
     place = escaped(str(path))
     if not path.is_file():
-        raise InputError(f"The calibration {place} is no file.", "Name a UTF-8 text or a JSONL file of prompts.")
+        raise InputError(f"The {what} {place} is no file.", "Name a UTF-8 text or a JSONL file of prompts.")
     if (size := path.stat().st_size) > _FILE_BYTES:
-        raise InputError(f"The calibration {place} has {size} bytes; at most {_FILE_BYTES} are read.", "Name a part of it.")
+        raise InputError(f"The {what} {place} has {size} bytes; at most {_FILE_BYTES} are read.", "Name a part of it.")
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise InputError(f"The calibration {place} is not UTF-8: byte {e.start}.", "Convert it to UTF-8.") from None
+        raise InputError(f"The {what} {place} is not UTF-8: byte {e.start}.", "Convert it to UTF-8.") from None
     if path.suffix == ".jsonl":
         longest = min(_LONGEST, max_length)
         rows = [tuple(ids[:longest]) for ids in _prompts(text, place, encode)]
@@ -57,7 +60,7 @@ def calibration_rows(path: Path, encode: Callable[[str], list[int]] | None, conf
         rows = [tuple(ids[start : start + width]) for start in range(0, len(ids), width)]
     rows = _spread([row for row in rows if len(row) >= _FEWEST])
     if not rows:
-        raise InputError(f"The calibration {place} gives no row of {_FEWEST} tokens.", "Name a longer text.")
+        raise InputError(f"The {what} {place} gives no row of {_FEWEST} tokens.", "Name a longer text.")
     _require_vocabulary(rows, config, place)
     return tuple(rows)
 

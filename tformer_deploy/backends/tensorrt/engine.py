@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tformer_deploy.backends.tensorrt.records import dtype_of
-from tformer_deploy.backends.tensorrt.schedule import REBUILD, ProfileShape, aliased_pairs
+from tformer_deploy.backends.tensorrt.schedule import ProfileShape, aliased_pairs
+from tformer_deploy.bundle.engine_record import REBUILD
 from tformer_deploy.bundle.signature import INPUT_IDS, LOGIT_POSITIONS, PAST_LENGTHS, graph_inputs, graph_outputs
 from tformer_deploy.errors import CapabilityError, InputError
 

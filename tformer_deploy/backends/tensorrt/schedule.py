@@ -6,13 +6,13 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tformer_deploy.bundle.engine_record import REBUILD
 from tformer_deploy.bundle.signature import cache_names
 from tformer_deploy.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-REBUILD = "Build the engine again with `tformer-deploy build-engine BUNDLE --force`."
 ALIGNMENT = 256  # of every address that TensorRT is given
 
 
