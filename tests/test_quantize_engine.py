@@ -46,7 +46,9 @@ STORED = {"fp16": (np.float16, onnx.TensorProto.FLOAT16), "bf16": (ml_dtypes.bfl
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("layout", ["shared", "split"])
-def test_engine_when_the_bundle_is_quantised_then_attention_is_fused_and_the_weights_are_the_same(bundle, tmp_path, dtype, layout):
+def test_engine_when_the_bundle_is_quantised_then_attention_is_fused_and_the_weights_are_the_same(
+    bundle, tmp_path, dtype, layout
+):
     path = shutil.copytree(bundle, tmp_path / "b")
     built = tformer_deploy.build_engine(
         path, layout=layout, dtype=dtype, capacity=64, prompt_buckets=(16,), max_batch=2, targets=("8.9",)
@@ -125,7 +127,9 @@ def test_derived_graph_when_a_scale_is_too_small_for_fp16_then_is_refused_there_
     name = "blocks.0.feed_forward.up.scale"
     small = np.float32(1.0078125 * 2.0**-18)  # fp16 holds eight bits from 2^-17 on
     path = open_bundle(with_scale(bundle, tmp_path / "b", name, lambda _: small))
-    with pytest.raises(InputError, match=r"feed_forward\.up\.scale holds the scale 3\.84e-06, which fp16 does not hold") as caught:
+    with pytest.raises(
+        InputError, match=r"feed_forward\.up\.scale holds the scale 3\.84e-06, which fp16 does not hold"
+    ) as caught:
         derive_bundle(path, "fp16", tmp_path / "d", lambda _: None)
     assert "--dtype bf16" in str(caught.value.hint)
     kept = {s.name: s.tensor for s in BundleSource(path).stored("bf16")}[name]

@@ -92,7 +92,7 @@ def is_bf16(scales: torch.Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e4, 1e-36, 1e36])
 @pytest.mark.parametrize("important", [False, True])
-def test_scales_when_found_then_are_bf16_numbers_and_no_step_is_longer_than_an_eighth_bit_makes_it(kind, size, important):
+def test_scales_when_found_then_are_bf16_numbers_at_most_a_128th_above_the_ones_that_hold(kind, size, important):
     weight = matrix(256, 50) * size
     scales = find_scales(weight, kind, 32, torch.arange(256.0) if important else None)
     assert is_bf16(scales)
