@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -437,3 +438,15 @@ def test_inspect_when_dynamic_then_says_so_and_which_engine_can_be_made(llama, c
     assert "MatMulInteger" in found["tensorrt"]["fp32"][0]
     assert found["tensorrt"]["fp16"] == []
     assert found["cpu"]["profile"] == "cpu"
+
+
+def test_weights_when_stored_then_each_output_is_within_half_a_step_of_the_checkpoint(bundle):
+    from tformer_deploy.checkpoints import open_checkpoint
+
+    opened, checkpoint = open_bundle(bundle), open_checkpoint(bundle.parent / "checkpoint")
+    for name in matrices(bundle):
+        weight = checkpoint.read(name).numpy() if name in checkpoint.tensors else checkpoint.read("embedding.weight").numpy().T
+        values, scales = opened.tensor(name), opened.tensor(scale_name(name))
+        assert np.array_equal(scales[0], (np.abs(weight).max(0) / np.float32(127)).astype(ml_dtypes.bfloat16).astype(np.float32))
+        assert (np.abs(values * scales - weight) <= 0.5001 * scales).all()
+        assert is_matrix(name)

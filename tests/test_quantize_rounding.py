@@ -60,13 +60,20 @@ def test_quantize_when_the_scale_just_holds_the_largest_value_then_no_value_is_o
     assert ((weight - found.dequantized()).abs() <= steps / 2 * 1.0001).all()
 
 
-def test_scales_when_searched_then_no_block_is_worse_and_most_are_better():
+def test_scales_when_searched_then_no_block_is_worse_and_most_are_better(monkeypatch):
+    """Than under the bf16 number that just holds the largest value, the first one that is tried; the plainest way has all bits."""
     weight = matrix(256, 40)
-    errors = [
-        (weight - quantize(weight, "int4", 128, search=s).dequantized()).square().view(2, 128, 40).sum(1) for s in (True, False)
-    ]
-    assert (errors[0] <= errors[1] * 1.00001).all()
-    assert float((errors[0] < errors[1] * 0.99).float().mean()) > 0.8
+
+    def errors(search: bool) -> torch.Tensor:
+        found = quantize(weight, "int4", 128, search=search)
+        return (weight - found.dequantized()).square().view(2, 128, 40).sum(1)
+
+    searched, plain = errors(True), errors(False)
+    monkeypatch.setitem(rounding._SHARES, "int4", (1.0,))
+    holding = errors(True)
+    assert (searched <= holding * 1.00001).all()
+    assert float((searched < holding * 0.99).float().mean()) > 0.8
+    assert float((searched < plain * 0.99).float().mean()) > 0.8
 
 
 def test_scales_when_an_input_is_important_then_its_error_falls():
@@ -77,6 +84,48 @@ def test_scales_when_an_input_is_important_then_its_error_falls():
     assert (weight - known)[7].square().mean() < 0.5 * (weight - unknown)[7].square().mean()
 
 
+def is_bf16(scales: torch.Tensor) -> bool:
+    """Whether the lower half of every number is empty."""
+    return not bool(scales.contiguous().view(torch.int32).bitwise_and(0xFFFF).any())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e4, 1e-36, 1e36])
+@pytest.mark.parametrize("important", [False, True])
+def test_scales_when_found_then_are_bf16_numbers_at_most_a_128th_above_the_ones_that_hold(kind, size, important):
+    weight = matrix(256, 50) * size
+    scales = find_scales(weight, kind, 32, torch.arange(256.0) if important else None)
+    assert is_bf16(scales)
+    whole = weight.view(8, 32, 50).abs().amax(1).double() / LEVELS[kind][1]
+    share = scales.double() / whole.clamp_min(2.0**-100)
+    assert float(share.max()) <= 1 + 2.0**-7
+    assert float(share.min()) >= (1 if kind == "int8" else 0.5) * (1 - 2.0**-23)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_when_already_bf16_numbers_then_stay(kind):
+    largest = torch.tensor([[1.0, 1.0078125, 1.9921875, 2.0**-90, 0.0]]) * LEVELS[kind][1]
+    weight = torch.cat((largest, torch.zeros(31, 5)))
+    found = quantize(weight, kind, 32)
+    if kind == "int8":
+        assert found.scales.tolist() == [[1.0, 1.0078125, 1.9921875, 2.0**-90, 1.0]]
+    assert torch.equal(found.dequantized(), weight)
+
+
+@pytest.mark.parametrize("block", [32, 128, 256])
+def test_int8_when_rounded_then_the_largest_value_of_no_block_is_cut_off(block):
+    """2,048 blocks whose largest values fill an octave: the scale of each just holds it, and less than a hundredth more."""
+    weight = matrix(block, 2048)
+    weight[5] = torch.linspace(1, 2, 2048) * torch.tensor([1.0, -1.0]).repeat(1024)
+    found = quantize(weight, "int8", block)
+    ratio = (weight.double() / found.scales.double().repeat_interleave(block, 0)).abs()
+    assert float(ratio.max()) <= 127 * (1 + 2.0**-23)
+    assert float(ratio[5].min()) > 125.9
+    assert int(found.values.abs().max()) == 127
+    steps = found.scales.repeat_interleave(block, 0)
+    assert ((weight - found.dequantized()).abs() <= steps / 2 * 1.00001).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [0.0, 1e-38, -1e-44, 3e38, -5.0])
 def test_quantize_when_a_block_is_extreme_then_scales_are_positive_and_the_value_comes_back(kind, value):
@@ -85,6 +134,7 @@ def test_quantize_when_a_block_is_extreme_then_scales_are_positive_and_the_value
     found = quantize(weight, kind, 32)
     assert (found.scales > 0).all()
     assert found.scales.isfinite().all()
+    assert is_bf16(found.scales)
     back = found.dequantized()[:32, 0]
     assert torch.allclose(back, weight[:32, 0], rtol=0.13, atol=1e-29)
 
@@ -147,6 +197,7 @@ def test_gptq_when_inputs_are_correlated_then_outputs_are_closer_than_to_the_nea
     found = quantize_with(weight, kind, block, moments)
     assert found.values.shape == (padded(rows, block), 24)
     assert (found.values[rows:] == 0).all()
+    assert is_bf16(found.scales)
     assert error(found) < 0.7 * error(quantize(weight, kind, block, moments.diagonal()))
 
 

@@ -64,10 +64,10 @@ class BundleSource:
         return tensor if dtype is None else tensor.to(dtype)
 
     def stored(self, dtype: DType) -> Iterator[StoredTensor]:
-        """The tensors of a quantised bundle: whole numbers as they are, everything else in ``dtype``.
+        """The tensors of a quantised bundle: whole numbers and scales as they are, everything else in ``dtype``.
 
         Raises:
-            InputError: A scale is lost in ``dtype``.
+            InputError: ``dtype`` does not hold a scale.
         """
         manifest = self._bundle.manifest
         for name, (_, kind) in stored_tensors(manifest.config, dtype, manifest.quantization).items():
@@ -75,9 +75,10 @@ class BundleSource:
             if kind in WHOLE:
                 yield StoredTensor(name, kind, torch.from_numpy(array))
                 continue
-            tensor = torch.from_numpy(array).to(_TORCH[kind])
-            if name.endswith(".scale") and not bool((tensor > 0).all()):
-                raise InputError(f"A scale of {name} is too small for {dtype}.", "Keep the bundle on ONNX Runtime.")
+            exact = torch.from_numpy(array)
+            tensor = exact.to(_TORCH[kind])
+            if name.endswith(".scale"):
+                _require_exact(name, exact, tensor, dtype)
             yield StoredTensor(name, kind, tensor)
 
     def sha256(self) -> str:
@@ -87,6 +88,22 @@ class BundleSource:
     def assets(self) -> dict[str, bytes]:
         """Nothing: the tokenizer stays with the core."""
         return {}
+
+
+def _require_exact(name: str, scales: torch.Tensor, cast: torch.Tensor, dtype: DType) -> None:
+    """Refuses scales that ``dtype`` would round: the whole numbers were chosen under these."""
+    long = scales[scales.bfloat16().float() != scales]
+    if len(long):
+        raise InputError(
+            f"{name} holds the scale {float(long[0])!r}, which has more bits than bf16; an engine needs scales that do not.",
+            "Export the checkpoint again: scales have been bf16 numbers since.",
+        )
+    lost = scales[cast.float() != scales]
+    if len(lost):
+        raise InputError(
+            f"{name} holds the scale {float(lost[0]):.3g}, which {dtype} does not hold: below 7.6e-06 it rounds.",
+            "Give --dtype bf16, or keep the bundle on ONNX Runtime.",
+        )
 
 
 def derive_bundle(bundle: Bundle, dtype: DType, folder: Path, on_progress: Callable[[str], None]) -> tuple[Bundle, DerivedGraph]:
@@ -106,8 +123,6 @@ def derive_bundle(bundle: Bundle, dtype: DType, folder: Path, on_progress: Calla
     """
     require_castable(bundle.manifest, dtype)
     quantization, source = bundle.manifest.quantization, BundleSource(bundle)
-    if quantization is not None and dtype != "fp16":
-        raise InputError(f"{bundle.path} is quantised; its engine can be fp16, not {dtype}.", "Give --dtype fp16.")
     # The rows that the weights were rounded for stay with the core.
     rounded = None if quantization is None else replace(quantization, calibration=None)
     if rounded is not None and rounded.dynamic:  # the same matrices; what they multiply is not rounded

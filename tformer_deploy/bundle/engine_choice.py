@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tformer_deploy.bundle.engines import ENGINES, FLAVOURS, list_engines, rebuild
+from tformer_deploy.bundle.fusable import build_command
 from tformer_deploy.errors import CapabilityError, InputError, UsageError
 
 if TYPE_CHECKING:
