@@ -29,7 +29,7 @@ from tformer_deploy.backends.torch import bundle_backend
 from tformer_deploy.bundle import Manifest, open_bundle
 from tformer_deploy.bundle.manifest import FileRecord, TensorRecord
 from tformer_deploy.bundle.manifest_io import dump_manifest, parse_manifest
-from tformer_deploy.bundle.quantization import Calibration, Quantization, scale_name, stored_size, stored_tensors
+from tformer_deploy.bundle.quantization import Calibration, Quantization, is_matrix, scale_name, stored_size, stored_tensors
 from tformer_deploy.bundle.seal import seal
 from tformer_deploy.bundle.tensor_table import ALIGNMENT
 from tformer_deploy.errors import InputError, UsageError

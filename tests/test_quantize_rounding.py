@@ -92,14 +92,14 @@ def is_bf16(scales: torch.Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e4, 1e-36, 1e36])
 @pytest.mark.parametrize("important", [False, True])
-def test_scales_when_found_then_are_bf16_numbers_at_most_a_128th_above_the_ones_that_hold(kind, size, important):
+def test_scales_when_found_then_are_bf16_numbers_within_a_256th_of_the_ones_that_hold(kind, size, important):
     weight = matrix(256, 50) * size
     scales = find_scales(weight, kind, 32, torch.arange(256.0) if important else None)
     assert is_bf16(scales)
     whole = weight.view(8, 32, 50).abs().amax(1).double() / LEVELS[kind][1]
     share = scales.double() / whole.clamp_min(2.0**-100)
-    assert float(share.max()) <= 1 + 2.0**-7
-    assert float(share.min()) >= (1 if kind == "int8" else 0.5) * (1 - 2.0**-23)
+    assert float(share.max()) <= 1 + 2.0**-8
+    assert float(share.min()) >= (1 if kind == "int8" else 0.5) * (1 - 2.0**-8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,13 +114,13 @@ def test_scales_when_already_bf16_numbers_then_stay(kind):
 
 @pytest.mark.parametrize("block", [32, 128, 256])
 def test_int8_when_rounded_then_the_largest_value_of_no_block_is_cut_off(block):
-    """2,048 blocks whose largest values fill an octave: the scale of each just holds it, and less than a hundredth more."""
+    """2,048 blocks whose largest values fill an octave: under the scale of each it is nearest to the last level."""
     weight = matrix(block, 2048)
     weight[5] = torch.linspace(1, 2, 2048) * torch.tensor([1.0, -1.0]).repeat(1024)
     found = quantize(weight, "int8", block)
     ratio = (weight.double() / found.scales.double().repeat_interleave(block, 0)).abs()
-    assert float(ratio.max()) <= 127 * (1 + 2.0**-23)
-    assert float(ratio[5].min()) > 125.9
+    assert float(ratio.max()) < 127.5
+    assert float(ratio[5].min()) > 126.5
     assert int(found.values.abs().max()) == 127
     steps = found.scales.repeat_interleave(block, 0)
     assert ((weight - found.dequantized()).abs() <= steps / 2 * 1.00001).all()

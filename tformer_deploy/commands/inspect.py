@@ -76,7 +76,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "files": {name: dataclasses.asdict(record) for name, record in sorted(manifest.files.items())},
         "cpu": {"profile": "cpu" if cpu.applies else "portable", "reasons": list(cpu.reasons)},
         "tensorrt": {dtype: _engine_faults(bundle, dtype) for dtype in DTYPES},
-        "build_engine": None if no_engine(manifest.quantization) else f"`{build_command(bundle)}` makes one",
+        "build_engine": f"`{build_command(bundle)}` makes one",
         "engines": [dataclasses.asdict(engine) for engine in list_engines(bundle)],
     }
 
