@@ -86,8 +86,9 @@ def test_engine_when_built_twice_then_has_the_same_bytes(
 def test_engine_when_it_exists_then_needs_force_and_stays_until_the_new_one_is_ready(fp16: Path):
     folder = build(fp16, capacity=128).path
     before = files(folder)
-    with pytest.raises(UsageError, match="exists"):
+    with pytest.raises(UsageError, match="exists") as e:
         build(fp16, capacity=128)
+    assert e.value.hint == "Give --force to replace it, or another --dtype, --capacity, --layout or --target."
 
     def stop(phase: str, done: float) -> None:
         raise KeyboardInterrupt
