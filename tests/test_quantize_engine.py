@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from conftest import LLAMA_LIKE, hot_decoder
@@ -33,7 +32,6 @@ pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
 
 from tformer_deploy.exporters.tensorrt import worker
 from tformer_deploy.exporters.tensorrt.derive import BundleSource, derive_bundle
-from tformer_deploy.exporters.tensorrt.graph import fixed_graph
 
 
 @pytest.fixture(scope="module")
@@ -181,33 +179,17 @@ def test_engine_when_int8_is_one_block_and_there_is_one_row_then_is_built_and_fu
     assert {sum(p.plan_kernels.values()) for p in built.record.profiles} == {1}
 
 
-def test_graph_when_a_matrix_is_one_block_of_int8_then_its_scales_are_by_column_and_it_computes_the_same(one_block, tmp_path):
-    """Matrices of two blocks stay as they are, and the logits have the same bits."""
-    opened = open_bundle(one_block)
-    changed = onnx.load_from_string(fixed_graph(opened.prefill_path, 64))
-    dims = {tensor.name: list(tensor.dims) for tensor in changed.graph.initializer}
-    assert dims["blocks.0.feed_forward.up.scale"] == [LLAMA_LIKE.d_ff]
-    assert dims["blocks.0.feed_forward.down.scale"] == [2, LLAMA_LIKE.d_model]
-    folder = shutil.copytree(one_block, tmp_path / "b")
-    (folder / "changed.onnx").write_bytes(changed.SerializeToString())
-    found, wanted = first_logits(folder / "changed.onnx"), first_logits(opened.prefill_path)
-    assert np.abs(wanted).max() > 1
-    assert np.array_equal(found, wanted)
-
-
-def first_logits(path: Path) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options)
-    feed = {"input_ids": np.arange(18).reshape(2, 9), "logit_positions": np.tile(np.arange(9), (2, 1))}
-    for value in session.get_inputs():
-        if value.name not in feed:
-            feed[value.name] = np.zeros([2, *(64 if d == "capacity" else d for d in value.shape[1:])], np.float32)
-    return session.run(None, feed)[0]
+def test_engine_when_quantised_for_one_row_then_its_matrices_are_multiplied_as_stored(tmp_path):
+    """With profiles of one row and no more, query, key and value would be merged, and unpacked for it."""
+    hot_decoder(replace(LLAMA_LIKE, n_layers=2)).save_pretrained(tmp_path / "checkpoint")
+    path = api.export(tmp_path / "checkpoint", tmp_path / "b", quantize="int4", check=False)
+    record = tformer_deploy.build_engine(path, dtype="bf16", capacity=64, max_batch=1, targets=("8.9",)).record
+    assert record.max_batch == 1
+    assert [p.batch for p in record.profiles] == [(1, 1, 2), (1, 1, 2)]
+    assert record.unpacked == {}
 
 
 def test_error_when_the_compiler_fails_a_check_of_its_own_then_the_hint_says_what_to_change():
-    """Seen with int8 in one block before its scales went by column."""
+    """Seen with int8 in one block and profiles of one row."""
     error = "Error Code 1: Myelin ([myelin_graph.h:1295: …] MyelinCheckException: operand.h:534: CHECK(is_value()) failed."
     assert "--max-batch" in worker._cure(error)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 # Query, key, value, mask.
 _READ = 4
-# Axes of a matrix, and of its scales in blocks.
-_MATRIX = 2
 _PART = re.compile(r"(blocks\.\d+)\.(attention|feed_forward|\w*norm\w*)")
 _CACHE = re.compile(r"(?:past_key_values|present)\.(\d+)\.")
 _BLOCK_ENDS = re.compile(r"blocks\.(\d+)\.output")
@@ -59,7 +57,6 @@ def fixed_graph(path: Path, capacity: int, expand_attention: bool = False) -> by
     if not fixed:
         raise InputError(f"{path} has no dimension named capacity.", "Export the bundle again.")
     name_by_layer(proto.graph)
-    scale_by_column(proto.graph)
     pad_vocabulary(proto.graph, path.parent)
     if expand_attention:
         proto = inliner.inline_selected_functions(onnx.shape_inference.infer_shapes(proto), [("", "Attention")], False, True)
@@ -99,25 +96,6 @@ def name_by_layer(graph: onnx.GraphProto) -> None:
         # What follows the last value of a block belongs to the next one, or to the head, until something says more.
         if any(_BLOCK_ENDS.fullmatch(name) for name in node.output):
             block = None
-
-
-def scale_by_column(graph: onnx.GraphProto) -> None:
-    """Declares the scales of a matrix of int8 that is one block, [1, N], as one scale a column, [N]: the same numbers.
-
-    Where all products of one input are such matrices and no profile has two rows, TensorRT-RTX 1.7 merges the products and
-    then fails a check of its own: ``operand.h:534: CHECK(is_value())``. It builds the same in the other form.
-    """
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type != "DequantizeLinear":
-            continue
-        matrix, scales = (initializers.get(name) for name in node.input[:2])
-        if matrix is None or scales is None or matrix.data_type != onnx.TensorProto.INT8 or len(scales.dims) < _MATRIX:
-            continue
-        if scales.dims[0] == 1:
-            del scales.dims[0]
-            del node.attribute[:]
-            node.attribute.append(onnx.helper.make_attribute("axis", 1))
 
 
 def _place(node: onnx.NodeProto) -> str | None:

@@ -121,7 +121,11 @@ def make_plan(
     # Where several tokens do not fuse though one does (fp32, head_dim 8), the plan that decodes leaves them out.
     faults = attention_faults(manifest.config, dtype, capacity)
     extend = all("decode" in fault.phases for fault in faults if "extend" in fault.phases)
-    parts = _parts(layout, (1, max_batch, max_batch), edges, capacity, extend)
+    rows = (1, max_batch, max_batch)
+    if max_batch == 1 and (fp8 or manifest.quantization is not None):
+        # For one row and no more TensorRT-RTX 1.7 merges products of one input, and unpacks their matrices for it.
+        rows = (1, 1, 2)
+    parts = _parts(layout, rows, edges, capacity, extend)
     phases = dict.fromkeys(profile.phase for part in parts for profile in part.profiles)
     reports = preflight(manifest.config, dtype, capacity, tuple(phases), square=layout == "split")
     _refuse(reports, allow_decomposed)

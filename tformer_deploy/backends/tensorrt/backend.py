@@ -71,7 +71,7 @@ class TensorRTBackend:
         self.max_length = min(manifest.max_length, record.capacity)
         self._profiles: tuple[ProfileShape, ...] = tuple(p for plan in plans for p in plan.profiles)
         require_profiles(self._profiles)
-        rows = min(p.max_rows for p in self._profiles)
+        rows = min(record.max_batch, *(p.max_rows for p in self._profiles))
         self.max_batch: int | None = rows
         self._rows, self.notes, self._captures = rows, notes, captures
         self._capacity = record.capacity
