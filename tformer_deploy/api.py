@@ -59,7 +59,7 @@ def export(
         decoder_or_path: A ``tformer_deploy.reference.Decoder``, or the path of a checkpoint of any supported family.
         bundle_path: Folder to write.
         dtype: dtype of weights and caches.
-        quantize: Matrices as ``int8`` or ``int4``, with one scale for each block of inputs, or as ``int8-dynamic`` (CPU only),
+        quantize: Matrices as ``int8`` or ``int4``, with one scale for each block of inputs, or as ``int8-dynamic``,
             with one scale for each output and rows rounded to int8 in the graph; None: in ``dtype``.
         block: Inputs that share a scale: 32, 64 or 128; None: as docs/quantization.md says.
         head: ``int8`` or ``int4`` for the head; ``quantize`` where None.

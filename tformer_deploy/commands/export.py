@@ -25,7 +25,7 @@ from tformer_deploy.config import DTYPES, DType
     "--quantize",
     type=click.Choice(KINDS),
     default=None,
-    help="Store matrices as whole numbers and scales; int8-dynamic, for CPUs, also rounds each row of activations to int8.",
+    help="Store matrices as whole numbers and scales; int8-dynamic also rounds each row of activations to int8 on a CPU.",
 )
 @click.option(
     "--block",
