@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tformer_deploy.backends.tensorrt.choice import good_engines
 from tformer_deploy.bundle import Bundle, open_bundle
-from tformer_deploy.bundle.engine_choice import choose_engine
+from tformer_deploy.bundle.engine_choice import choose_engine, good_engines
 from tformer_deploy.bundle.engines import (
     ENGINES,
     GRAPH,
