@@ -219,6 +219,16 @@ def test_sidecar_when_edited_then_its_seal_shows_it(bundle: Bundle, engine: Path
         ("plans", [plan_of(graph="encoder")], "graph"),
         ("plans", [plan_of(profiles=[])], "proves nothing of shared.engine"),
         ("plans", [plan_of(profiles=[{"name": "decode"}])], "phase"),
+        (
+            "plans",
+            [plan_of(profiles=[dataclasses.asdict(DECODE) | {"plan_kernels": {"[/x]": 3}, "log_kernels": {"[/x]": 3}}])],
+            "counts by short names",
+        ),
+        (
+            "plans",
+            [plan_of(profiles=[dataclasses.asdict(DECODE) | {"unpacked": ["\x1b[2J"]}])],
+            "names as unpacked what is no matrix",
+        ),
         ("plans", [], "the layout shared has shared"),
         ("plans", [plan_of(name="decode", file="decode.engine")], "the layout shared has shared"),
         ("layout", "split", "the layout split has decode, prefill"),
@@ -366,3 +376,10 @@ def test_table_when_stdout_is_no_terminal_then_no_cell_is_cut(
     out = capsys.readouterr().out
     assert "│ shared.engine │ prefill-256 │" in out
     assert "…" not in out
+
+
+def test_inspect_when_the_derived_graph_is_gone_then_says_that_the_engine_cannot_be_used(bundle: Bundle, engine: Path):
+    (engine / "graph/manifest.json").unlink()
+    (entry,) = list_engines(bundle)
+    assert entry.fault is not None
+    assert "graph/manifest.json has sha256 none: it is missing" in entry.fault

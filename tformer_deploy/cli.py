@@ -7,11 +7,14 @@ import importlib
 import os
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tformer_deploy.errors import ResourceError, StorageError, TformerError, printable
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 # Command name → module in tformer_deploy.commands, imported only when it is asked for: `generate` needs no torch.
 COMMANDS = {
@@ -60,6 +63,7 @@ def run(arguments: list[str]) -> int:
     """Runs one command; returns the exit code (docs/ci.md lists them)."""
     debug = "--debug" in arguments[:1]
     signal.signal(signal.SIGTERM, _terminate)
+    stopped = _note_interrupts()
     try:
         result: Any = cli.main(args=arguments, prog_name="tformer-deploy", standalone_mode=False)
         sys.stdout.flush()
@@ -76,6 +80,9 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except Exception as e:
+        if stopped:  # inside an import Ctrl-C becomes some other error
+            click.echo("Stopped by Ctrl-C.", err=True)
+            return 130
         if debug:
             raise
         return _report(e)
@@ -106,6 +113,19 @@ def _report(error: Exception) -> int:
 def _shown(text: str) -> str:
     """Without what would steer a terminal: a path or a library's words may hold anything."""
     return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def _note_interrupts() -> list[int]:
+    """A list that Ctrl-C, which still raises KeyboardInterrupt, leaves a mark in; where it is ignored it stays so."""
+    came: list[int] = []
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        came.append(signum)
+        signal.default_int_handler(signum, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    return came
 
 
 def _terminate(signum: int, frame: object) -> None:

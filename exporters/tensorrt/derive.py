@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.onnx import export_bundle
 from tformer_deploy.exporters.tensorrt.preflight import require_castable
 from tformer_deploy.exporters.tensorrt.ranges import compared_prompts, scan_ranges
+from tformer_deploy.interrupts import collect_garbage
 from tformer_deploy.parameters import constant_shapes
 from tformer_deploy.parity import judge_again, own_lines
 from tformer_deploy.parity.candidate import Candidate
@@ -161,7 +161,7 @@ def _compare(bundle: Bundle, derived: Bundle, dtype: DType) -> tuple[list[Check]
     # Rounded rows would hide what the dtype does: quantised weights are dequantised on both sides.
     quantised = bundle.manifest.quantization is not None
     oracle = ask_session(Session(OnnxRuntimeBackend(bundle, dequantised=quantised)), plan)
-    gc.collect()
+    collect_garbage()
     backend = OnnxRuntimeBackend(derived, dequantised=quantised)
     checks, notes = list(compare(Candidate(backend, dtype, plan, oracle), "quick")), backend.notes
     if any(c.verdict == "red" for c in checks):

@@ -7,7 +7,6 @@ it builds, so the weights beside the graphs stay as they are. The head keeps the
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from tformer_deploy.bundle.seal import seal
 from tformer_deploy.bundle.signature import INPUT_IDS, LOGIT_POSITIONS, PHASES, cache_names
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.tensorrt.graph import fp8_file
+from tformer_deploy.interrupts import collect_garbage
 from tformer_deploy.parity.gates import Check, judge
 from tformer_deploy.parity.metrics import compare_logits
 
@@ -176,9 +176,9 @@ def compare_fp8(bundle: Bundle, derived: Bundle, largest: dict[str, float], rows
     """
     taken = [row[:_PIECE] for row in rows][: max(1, _COMPARED // _PIECE)]
     wanted = list(_logits(bundle, bundle.prefill_path, taken))
-    gc.collect()
+    collect_garbage()
     found = list(_fp8_logits(derived, taken))
-    gc.collect()
+    collect_garbage()
     rounded = compare_logits(wanted, list(_rounded_logits(bundle, largest, _DTYPES[derived.manifest.dtype], taken)), MARGIN)
     metrics = compare_logits(wanted, found, MARGIN)
     line = max(LEAST_LINE, SAME_ROUNDING * rounded.mean_kl)

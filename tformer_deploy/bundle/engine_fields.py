@@ -96,8 +96,10 @@ class Fields:
         return value[0], value[1], value[2]
 
     def counts(self, name: str) -> dict[str, int]:
-        """Name → whole number from 1."""
+        """Short name → whole number from 1."""
         fields = self.object(name)
+        if not all(_WORD.fullmatch(key) for key in fields.raw):
+            raise self._refuse(name, "counts by short names")
         return {key: fields.whole(key) for key in fields.raw}
 
     def pairs(self, name: str) -> dict[str, tuple[float, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {"shared": ("shared",), "split": ("decode"
 PROFILE_PHASES = ("decode", "prefill", "extend")
 # How fusion is proven; the log of full TensorRT is not documented, so that its inspector may stand alone.
 WAYS: dict[str, tuple[tuple[str, ...], ...]] = {"rtx": (("plan", "log"),), "tensorrt": (("inspector", "log"), ("inspector",))}
+_MATRIX = re.compile(r"head|blocks\.\d{1,6}(?:\.[a-z_]{1,40}){2}")
 REBUILD = "Build the engine again with `tformer-deploy build-engine BUNDLE --force` and the --dtype that it had."
 
 
@@ -262,6 +264,8 @@ def _faults(record: EngineRecord) -> Iterator[str]:
         proven = all(sum(kernels.values()) + count == record.attentions for kernels in ways)
         if not proven or len(unfused) != count or unfused - layers:
             yield f"does not prove {record.attentions} fused attentions in each profile: see {profile.name}."
+        if not all(_MATRIX.fullmatch(name) for name in profile.unpacked):
+            yield f"names as unpacked what is no matrix: see {profile.name}."
 
 
 def _span(names: tuple[str, ...]) -> str:

@@ -110,6 +110,7 @@ def rebuild(bundle: Bundle) -> str:
 def _entry(bundle: Bundle, folder: Path) -> EngineEntry:
     try:
         record = _read_record(bundle, folder, foreign=True)
+        verify_graph(bundle, folder, record)
     except (InputError, OSError) as e:
         fault = e.message if isinstance(e, InputError) else f"{e.strerror} ({e.filename})."
         return EngineEntry(folder.name, "?", "?", f"cannot be used: {fault} {rebuild(bundle)}", fault, None)

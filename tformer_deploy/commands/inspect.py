@@ -18,6 +18,7 @@ from tformer_deploy.bundle.fusable import DEFAULT_CAPACITY, build_command, no_en
 from tformer_deploy.bundle.signature import PHASES, TensorSignature, cache_bytes_per_token, graph_inputs, graph_outputs
 from tformer_deploy.commands.console import wide_console
 from tformer_deploy.config import DTYPES
+from tformer_deploy.errors import printable
 from tformer_deploy.parameters import parameter_shapes
 
 if TYPE_CHECKING:
@@ -176,4 +177,4 @@ def _render_engine(engine: dict[str, Any], console: Console) -> None:
             table.add_row(plan["file"], p["name"], *ranges, fused, ", ".join(p["decomposed"]) or "none", str(len(p["unpacked"])))
     console.print(table)
     for note in record["graph"]["notes"] if record["graph"] is not None else ():
-        console.print(f"  note: {note}", highlight=False, markup=False)
+        console.print(f"  note: {printable(note)}", highlight=False, markup=False)

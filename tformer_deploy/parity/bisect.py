@@ -6,7 +6,6 @@ own caches, so that what it does wrong is its own.
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from tformer_deploy.bundle.signature import (
     cache_names,
 )
 from tformer_deploy.errors import InputError
+from tformer_deploy.interrupts import collect_garbage
 from tformer_deploy.parity.bisection import Bisection, Run, Station
 from tformer_deploy.parity.inside import Inside, look_inside
 from tformer_deploy.parity.metrics import worse
@@ -57,7 +57,7 @@ def bisect(bundle: Bundle, reference: Callable[[], Decoder], plan: Plan) -> Bise
     """
     rows, lengths = plan.rows[:_ROWS], plan.lengths[:_ROWS]
     inside = look_inside(reference(), rows, bundle.manifest.dtype)
-    gc.collect()
+    collect_garbage()
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="tformer-deploy-") as folder:
         for phase in PHASES:

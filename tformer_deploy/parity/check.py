@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import platform
 import resource
 import sys
@@ -23,6 +22,7 @@ from tformer_deploy.backends.torch import bundle_backend
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.checkpoints import Checkpoint, open_checkpoint
 from tformer_deploy.errors import InputError, ResourceError, TformerError, UsageError
+from tformer_deploy.interrupts import collect_garbage
 from tformer_deploy.parity.bisect import bisect
 from tformer_deploy.parity.candidate import Candidate
 from tformer_deploy.parity.comparisons import compare
@@ -282,7 +282,7 @@ def _versions(backend: str) -> dict[str, str]:
 
 def _give_memory_back() -> None:
     """What was freed goes back to the system: the reference and the runtime are never wanted in memory together."""
-    gc.collect()
+    collect_garbage()
     with contextlib.suppress(AttributeError, OSError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -7,13 +7,13 @@ right ways to the same logits differ; here such ways are compared in KL, under t
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tformer_deploy.backends.cpu.opening import open_cpu
+from tformer_deploy.interrupts import collect_garbage
 from tformer_deploy.parity.accuracy import accuracy
 from tformer_deploy.parity.candidate import Candidate
 from tformer_deploy.parity.comparisons.edges import edges
@@ -70,7 +70,7 @@ def deployed(
         checks += compare_products(bundle, plan)
     on_progress("rows rounded in PyTorch")
     line, own = _line(dequantised(), quantization, plan, oracle)
-    gc.collect()
+    collect_garbage()
     candidate = Candidate(open_cpu(bundle, profile=profile), "fp32", plan, oracle)
     notes = (
         *candidate.backend.notes,
