@@ -338,3 +338,12 @@ def test_doctor_when_asked_then_an_engine_in_the_bundles_dtype_needs_the_extra_o
     assert commands["build-engine --flavour rtx"]["lacks"] == []
     derived = commands["build-engine in another dtype than the bundle's, too"]
     assert (set(derived["lacks"]), derived["extra"]) == (set(EXPORT) - {"safetensors"}, "export")
+
+
+def test_build_when_the_plan_cannot_be_written_then_ends_with_5_and_leaves_nothing(llama_fp16_bundle: Path, tmp_path: Path):
+    path = shutil.copytree(llama_fp16_bundle, tmp_path / "b")
+    build = f"exec {sys.executable} -m tformer_deploy.cli build-engine {path} --capacity 64 --target 8.9"
+    done = subprocess.run(["bash", "-c", f"ulimit -f 1000; {build}"], check=False, capture_output=True, text=True)
+    assert done.returncode == 5, done.stderr
+    assert "The plan cannot be written: File too large. → Make room" in done.stderr.splitlines()[-1]
+    assert [p.name for p in (path / "engines").iterdir()] == []

@@ -54,7 +54,7 @@ def test_costs_when_a_tied_table_cannot_be_padded_then_it_counts_twice(manifest:
     odd = dataclasses.replace(manifest, config=dataclasses.replace(manifest.config, vocab_size=131))
     plan, table = make_plan(odd, "fp16", 100, 8, ()), 2 * 64 * 131
     assert estimate(plan, odd).weights == WEIGHTS + table - 2 * 64 * 136
-    monkeypatch.setattr("tformer_deploy.exporters.tensorrt.vocabulary._MOST", 4 * 64 * 131 - 1)
+    monkeypatch.setattr("tformer_deploy.exporters.tensorrt.costs._LARGEST_PADDED", 4 * 64 * 131 - 1)
     assert estimate(plan, odd).weights == WEIGHTS + 2 * table - 2 * 64 * 136
 
 

@@ -21,7 +21,7 @@ from tformer_deploy.bundle.engine_record import GRAPH
 from tformer_deploy.bundle.quantization import HEAD, is_matrix
 from tformer_deploy.bundle.signature import cache_names
 from tformer_deploy.errors import CapabilityError, InputError
-from tformer_deploy.exporters.tensorrt.graph import fp8_file
+from tformer_deploy.exporters.tensorrt.preflight import fp8_file
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
 

@@ -14,8 +14,8 @@ from tformer_deploy import api
 from tformer_deploy.backends.graph import WEIGHTS_FOLDER, import_runtime
 from tformer_deploy.bundle import Bundle, open_bundle
 from tformer_deploy.bundle.signature import cache_names
+from tformer_deploy.exporters.tensorrt.costs import may_be_padded
 from tformer_deploy.exporters.tensorrt.graph import fixed_graph
-from tformer_deploy.exporters.tensorrt.vocabulary import stored_twice
 
 ODD = replace(LLAMA_LIKE, n_layers=1, vocab_size=131)
 CONFIGS = {
@@ -66,10 +66,18 @@ def test_graph_when_the_head_is_padded_then_gives_the_same_logits_and_no_more(na
     assert np.allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_table_when_too_large_to_be_padded_then_is_counted_twice():
-    assert not stored_twice(50257, 768)
-    assert stored_twice(250001, 8192)
-    assert not stored_twice(250000, 8192)
+@pytest.mark.parametrize("kind", CHANGED)
+def test_graph_when_attention_is_expanded_too_then_shapes_still_agree(kind: str, tmp_path: Path):
+    bundle = exported(replace(ODD, attention_softcap=5.0), tmp_path, kind)
+    graph = onnx.load_from_string(fixed_graph(bundle.prefill_path, CAPACITY, expand_attention=True))
+    onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True)
+    found, wanted = logits(graph.SerializeToString(), bundle), logits(bundle.prefill_path.read_bytes(), bundle)
+    assert np.allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_table_when_too_large_for_a_graph_then_is_left_as_it_is():
+    assert may_be_padded(50257, 768)
+    assert not may_be_padded(250001, 8192)
 
 
 @pytest.mark.parametrize("quantize", [None, "int4", "int8-dynamic"])

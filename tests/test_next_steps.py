@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fault_files import Console, console, write_llama
 
-from tformer_deploy import api
+from tformer_deploy import api, cli
 from tformer_deploy.bundle import open_bundle
 from tformer_deploy.bundle.engines import SIDECAR
 from tformer_deploy.bundle.writer import refuse_existing
@@ -114,3 +114,9 @@ def test_field_when_misspelt_then_the_likely_one_is_proposed(console: Console, l
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1], "max_new_token": 1}) + "\n")
     _, _, err = console.run("run", llama_bundle, tmp_path / "rows.jsonl", "-o", tmp_path / "out.jsonl", "--max-new-tokens", 1)
     assert "'max_new_token' (meant is max_new_tokens?)" in err
+
+
+def test_inspect_when_the_path_looks_like_markup_then_shows_it_as_it_is(llama_bundle: Path, tmp_path: Path, capsys):
+    path = shutil.copytree(llama_bundle, tmp_path / "[red]x[" / "y]")
+    assert cli.run(["inspect", str(path)]) == 0
+    assert "[red]x[/y]" in capsys.readouterr().out.replace("\n", "")

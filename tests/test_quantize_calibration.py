@@ -223,3 +223,9 @@ def test_calibration_when_blocks_are_laid_out_otherwise_then_outputs_are_closer_
             ids = torch.tensor(rows[:8])
             errors.append(float((decoder(ids) - exact(ids)).square().mean()))
     assert errors[0] < 0.8 * errors[1], errors
+
+
+def test_rows_when_a_prompt_holds_a_line_separator_of_unicode_then_it_is_no_end_of_a_line(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "de"}\n', "utf-8")
+    rows = calibration_rows(tmp_path / "p.jsonl", lambda text: [ord(c) % 100 for c in text], LLAMA_LIKE, 64)
+    assert [len(row) for row in rows] == [5, 2]

@@ -58,7 +58,7 @@ def read_lengths(path: Path) -> list[int]:
         raise InputError(f"The file of lengths {place} has {size} bytes; at most {_FILE_BYTES} are read.", "Name a part of it.")
     lengths = []
     text = path.read_bytes().decode("utf-8-sig", errors="replace")
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             lengths.append(_length(line.strip(), f"{place}, line {number}"))
     if not lengths:

@@ -37,8 +37,7 @@ from tformer_deploy.errors import CapabilityError, ResourceError, TformerError, 
 from tformer_deploy.exporters.tensorrt.buckets import buckets_for, read_lengths
 from tformer_deploy.exporters.tensorrt.costs import Costs, estimate, require_room, room_for, room_sentence
 from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour, require_fp8
-from tformer_deploy.exporters.tensorrt.graph import fp8_file
-from tformer_deploy.exporters.tensorrt.preflight import DEFAULT_BATCH, Layout, Plan, PlanPart, capacity_for, make_plan
+from tformer_deploy.exporters.tensorrt.preflight import DEFAULT_BATCH, Layout, Plan, PlanPart, capacity_for, fp8_file, make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

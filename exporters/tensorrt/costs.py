@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from tformer_deploy.bundle.quantization import EMBEDDING, HEAD, is_matrix, stored_size, stored_tensors
 from tformer_deploy.bundle.signature import cache_bytes_per_token
 from tformer_deploy.errors import ResourceError, StorageError
-from tformer_deploy.exporters.tensorrt.vocabulary import stored_twice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
 PROFILE_BYTES, QUANTISED_PROFILE_BYTES = 15_000_000, 20_000_000
 # The builder's process: the libraries and kernels by themselves, and a multiple of a plan's weights (benchmarks/engine_build.py).
 _BUILDER_BYTES, _BUILDER_WEIGHTS, _BUILDER_QUANTISED = 270 * 2**20, 4.1, 6.5
+# TensorRT-RTX 1.7 stores the table of a tied head twice where its rows are no multiple of this: such a table is padded.
+VOCABULARY_STEP = 8
+# A padded table lies in the graph itself, which must stay below 2 GiB; a larger one is left as it is.
+_LARGEST_PADDED = 1 << 30
 _CGROUPS = (
     ("memory.max", "memory.current"),  # version 2
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
@@ -86,7 +89,8 @@ def estimate(plan: Plan, manifest: Manifest) -> Costs:
     tensors = stored_tensors(config, plan.dtype, manifest.quantization)
     stored = sum(stored_size(shape, kind) for shape, kind in tensors.values())
     weights = stored - (_saved_by_fp8(tensors) if plan.fp8 else 0)
-    if manifest.quantization is None and config.tied and stored_twice(config.vocab_size, config.d_model):
+    twice = config.vocab_size % VOCABULARY_STEP and not may_be_padded(config.vocab_size, config.d_model)
+    if manifest.quantization is None and config.tied and twice:
         weights += stored_size(*tensors[EMBEDDING])
     n_plans, n_profiles = len(plan.parts), sum(len(part.profiles) for part in plan.parts)
     quantised = manifest.quantization is not None
@@ -95,6 +99,11 @@ def estimate(plan: Plan, manifest: Manifest) -> Costs:
     derived = 0 if plan.dtype == manifest.dtype else stored
     host = int(_BUILDER_BYTES + (_BUILDER_QUANTISED if quantised else _BUILDER_WEIGHTS) * max(weights, stored))
     return Costs(weights, plans, row, row * plan.max_batch, host, plans + derived, n_plans, plan.capacity, plan.max_batch)
+
+
+def may_be_padded(rows: int, columns: int) -> bool:
+    """Whether a table of any dtype is small enough to lie in the graph."""
+    return 4 * rows * columns <= _LARGEST_PADDED
 
 
 def _saved_by_fp8(tensors: dict[str, tuple[Shape, str]]) -> int:

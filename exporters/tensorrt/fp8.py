@@ -26,7 +26,7 @@ from tformer_deploy.bundle.quantization import HEAD, is_matrix
 from tformer_deploy.bundle.seal import seal
 from tformer_deploy.bundle.signature import INPUT_IDS, LOGIT_POSITIONS, PHASES, cache_names
 from tformer_deploy.errors import InputError
-from tformer_deploy.exporters.tensorrt.graph import fp8_file
+from tformer_deploy.exporters.tensorrt.preflight import fp8_file
 from tformer_deploy.interrupts import collect_garbage
 from tformer_deploy.parity.gates import Check, judge
 from tformer_deploy.parity.metrics import compare_logits

@@ -64,11 +64,6 @@ def fixed_graph(path: Path, capacity: int, expand_attention: bool = False) -> by
     return data
 
 
-def fp8_file(phase: str) -> str:
-    """Name of a phase's graph with FP8 products, beside the graph that it was made from."""
-    return f"{phase}.fp8.onnx"
-
-
 def quantised_products(graph: bytes) -> list[Product]:
     """Every product of a fixed graph with a matrix that a DequantizeLinear makes."""
     nodes = onnx.load_from_string(graph).graph.node

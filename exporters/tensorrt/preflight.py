@@ -132,6 +132,11 @@ def make_plan(
     return Plan(dtype, layout, capacity, max_batch, parts, tuple(reports), fp8)
 
 
+def fp8_file(phase: str) -> str:
+    """Name of a phase's graph with FP8 products, beside the graph that it was made from."""
+    return f"{phase}.fp8.onnx"
+
+
 def require_castable(manifest: Manifest, dtype: DType) -> None:
     """Refuses a dtype that a bundle cannot be cast to.
 

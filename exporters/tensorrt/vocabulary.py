@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,21 +9,12 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from tformer_deploy.bundle.quantization import EMBEDDING, HEAD
+from tformer_deploy.exporters.tensorrt.costs import VOCABULARY_STEP, may_be_padded
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-
-# TensorRT-RTX 1.7 stores the table of a tied head twice where its rows are no multiple of this.
-_STEP = 8
-# A padded table lies in the graph itself, which must stay below 2 GiB; a larger one is left as it is.
-_MOST = 1 << 30
-
-
-def stored_twice(vocabulary: int, width: int) -> bool:
-    """Whether TensorRT stores a tied table twice: its rows are no multiple of 8, and too many to be padded."""
-    return vocabulary % _STEP != 0 and not _fits(vocabulary * width)
 
 
 def pad_vocabulary(graph: onnx.GraphProto, folder: Path) -> None:
@@ -43,20 +33,20 @@ def pad_vocabulary(graph: onnx.GraphProto, folder: Path) -> None:
         if node.op_type == "Gemm" and node.input[1] == EMBEDDING:
             table = initializers[EMBEDDING]
             vocabulary = table.dims[0]
-            if vocabulary % _STEP and _fits(*table.dims):
+            if vocabulary % VOCABULARY_STEP and may_be_padded(*table.dims):
                 _replace(table, _padded(table, folder, axis=0, fill=0))
                 _cut(graph, i, vocabulary)
+                _forget(graph, {EMBEDDING})
             return
         maker = makers.get(node.input[1]) if node.op_type == "MatMul" else None
         if maker is not None and maker.op_type == "DequantizeLinear" and maker.input[0] == HEAD:
             matrix, scales = (initializers[name] for name in maker.input[:2])
             vocabulary = matrix.dims[1]
-            if vocabulary % 2 and _fits(*matrix.dims):
+            if vocabulary % 2 and may_be_padded(*matrix.dims):
                 _replace(matrix, _padded(matrix, folder, axis=1, fill=0))
                 _replace(scales, _padded(scales, folder, axis=len(scales.dims) - 1, fill=1))
                 _cut(graph, i, vocabulary)
-                for value in [value for value in graph.value_info if value.name == maker.output[0]]:
-                    graph.value_info.remove(value)
+                _forget(graph, {HEAD, maker.input[1], maker.output[0]})
             return
 
 
@@ -64,7 +54,7 @@ def _padded(tensor: TensorProto, folder: Path, axis: int, fill: int) -> NDArray[
     """The tensor with ``fill`` up to the next multiple of 8 along an axis."""
     values = _values(tensor, folder)
     more = [(0, 0)] * values.ndim
-    more[axis] = (0, -values.shape[axis] % _STEP)
+    more[axis] = (0, -values.shape[axis] % VOCABULARY_STEP)
     return np.pad(values, more, constant_values=values.dtype.type(fill))
 
 
@@ -82,6 +72,13 @@ def _replace(tensor: TensorProto, values: NDArray[np.generic]) -> None:
     tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 
+def _forget(graph: onnx.GraphProto, names: set[str]) -> None:
+    """Drops what the graph says of the shapes of values that have others now."""
+    kept = [value for value in graph.value_info if value.name not in names]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
+
+
 def _cut(graph: onnx.GraphProto, place: int, vocabulary: int) -> None:
     """A Slice behind the product at ``place``: the logits of the vocabulary alone."""
     result = graph.node[place].output[0]
@@ -91,8 +88,3 @@ def _cut(graph: onnx.GraphProto, place: int, vocabulary: int) -> None:
         graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), f"{result}.{name}"))
     cut = helper.make_node("Slice", [f"{result}.padded", *(f"{result}.{name}" for name in names)], [result], "head/cut")
     graph.node.insert(place + 1, cut)
-
-
-def _fits(*dims: int) -> bool:
-    """Whether a tensor of any dtype may lie in the graph."""
-    return 4 * math.prod(dims) <= _MOST

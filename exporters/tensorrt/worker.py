@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tformer_deploy.bundle.engine_record import attention_layers
-from tformer_deploy.errors import InputError, ResourceError, TformerError
+from tformer_deploy.errors import InputError, ResourceError, StorageError, TformerError
 from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour
 from tformer_deploy.exporters.tensorrt.fusion import ProofTarget, prove_by_inspector, prove_fusion, unpacked_matrices
 from tformer_deploy.exporters.tensorrt.graph import fixed_graph, quantised_products
@@ -70,6 +70,10 @@ def main() -> int:
     except MemoryError:
         send("error", message="Memory ran out while building.", hint=_LESS, exit_code=ResourceError.exit_code)
         return 1
+    except OSError as e:
+        hint = "Make room on the disk, or lift the limit on the size of a file."
+        send("error", message=f"The plan cannot be written: {e.strerror or e}.", hint=hint, exit_code=StorageError.exit_code)
+        return 1
     return 0
 
 
@@ -112,7 +116,9 @@ def build_plan(flavour: Flavour, request: dict[str, Any], output: int, send: Any
     builder = trt.Builder(logger)
     network = builder.create_network(flavour.network_flags())
     graph = fixed_graph(Path(request["graph"]), request["capacity"], request["expand_attention"])
+    graph_sha256, products = hashlib.sha256(graph).hexdigest(), quantised_products(graph)
     attentions = _parse(flavour, network, logger, request, graph)
+    del graph  # a padded table lies in it
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     monitor = progress_monitor(trt, lambda phase, done: send("progress", phase=phase, done=done))
@@ -134,13 +140,13 @@ def build_plan(flavour: Flavour, request: dict[str, Any], output: int, send: Any
     else:
         proofs, agrees = prove_by_inspector(inspected, log, attentions, targets)
         ways = ["inspector", "log"] if agrees else ["inspector"]
-    unpacked = unpacked_matrices(inspected or log, quantised_products(graph), len(targets))
+    unpacked = unpacked_matrices(inspected or log, products, len(targets))
     proofs = [dataclasses.replace(proof, unpacked=names) for proof, names in zip(proofs, unpacked, strict=True)]
     with os.fdopen(output, "wb") as file:
         file.write(data)
     return {
         "ways": ways,
-        "graph_sha256": hashlib.sha256(graph).hexdigest(),
+        "graph_sha256": graph_sha256,
         "sha256": hashlib.sha256(data).hexdigest(),
         "size": data.nbytes,
         "cache_updates": 2 * len(attentions),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tformer_deploy.backends.cpu.plan import plan_for
@@ -108,10 +109,9 @@ def _mib(size: int) -> str:
 
 def _render(found: dict[str, Any], console: Console) -> None:
     config, source = found["config"], found["source"]
-    console.print(f"[bold]{found['path']}[/bold]  core {found['core_sha256'][:12]}", highlight=False)
-    console.print(
-        f"from {source['name']} ({source['family']}, {source['format']}), {found['dtype']}, max_length {found['max_length']}"
-    )
+    console.print(f"[bold]{escape(printable(found['path']))}[/bold]  core {found['core_sha256'][:12]}", highlight=False)
+    origin = f"{printable(source['name'])} ({source['family']}, {source['format']})"
+    console.print(f"from {origin}, {found['dtype']}, max_length {found['max_length']}", markup=False)
     console.print(
         f"{config['n_layers']} layers, width {config['d_model']}, {config['n_heads']} heads over {config['n_kv_heads']} kv heads of "
         f"{config['head_dim']}, vocabulary {config['vocab_size']}, {config['norm']}, {config['positions']} positions, "

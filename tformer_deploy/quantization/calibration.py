@@ -108,7 +108,7 @@ def _encoded(text: str, place: str, encode: Callable[[str], list[int]] | None) -
 
 def _prompts(text: str, place: str, encode: Callable[[str], list[int]] | None) -> list[list[int]]:
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         raw = parse_json(line.encode(), f"{place}, line {number}")
