@@ -88,7 +88,7 @@ def test_engine_when_it_exists_then_needs_force_and_stays_until_the_new_one_is_r
     before = files(folder)
     with pytest.raises(UsageError, match="exists") as e:
         build(fp16, capacity=128)
-    assert e.value.hint == "Give --force to replace it, or another --dtype, --capacity, --layout or --target."
+    assert e.value.hint == "Give --force to replace it, or give another --dtype, --capacity, --layout or --target."
 
     def stop(phase: str, done: float) -> None:
         raise KeyboardInterrupt

@@ -164,6 +164,11 @@ def test_engine_when_a_gpu_does_not_multiply_in_fp8_then_is_refused_at_once(fold
     assert not (folder / "llama.bundle/engines").exists()
 
 
+def test_engine_when_a_gpu_has_no_bf16_then_is_refused_at_once(folder):
+    with pytest.raises(CapabilityError, match=r"7\.5 have no bf16"):
+        api.build_engine(folder / "llama.bundle", dtype="bf16", **(OPTIONS | {"targets": ("7.5", "8.9")}))
+
+
 def test_engine_when_the_bundle_or_the_engine_has_no_fp8_form_then_is_refused(folder, tmp_path, capsys):
     rows = ["--fp8", str(folder / "rows.jsonl"), "--target", "8.9"]
     assert cli.run(["build-engine", str(folder / "llama.bundle"), "--layout", "decode", *rows]) == 3

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import time
 import weakref
 
 import pytest
 
 from tformer_deploy import cli
-from tformer_deploy.interrupts import collect_garbage, signals_wait
+from tformer_deploy.interrupts import collect_garbage, insistent_signals, signals_wait
 
 
 class Knot:
@@ -85,3 +86,26 @@ def test_command_when_ctrl_c_is_ignored_then_stays_so(monkeypatch):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_signal_when_its_exception_is_lost_then_is_raised_again(number, error, recwarn):
+    """The first one comes inside a callback, where Python drops it."""
+    knot = Knot()
+    kept = weakref.ref(knot, lambda _: signal.raise_signal(number))
+    started = time.monotonic()
+    with pytest.raises(error), insistent_signals(again=0.1) as came:  # noqa: PT012
+        del knot
+        gc.collect()
+        while time.monotonic() - started < 10:
+            time.sleep(0.01)
+    assert came == [number]
+    assert kept() is None
+    assert time.monotonic() - started < 5
+
+
+def test_signal_when_the_command_has_ended_then_is_not_raised_again():
+    with pytest.raises(KeyboardInterrupt), insistent_signals(again=0.05):
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(0.2)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

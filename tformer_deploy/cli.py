@@ -7,14 +7,12 @@ import importlib
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from tformer_deploy.errors import ResourceError, StorageError, TformerError, printable
-
-if TYPE_CHECKING:
-    from types import FrameType
+from tformer_deploy.interrupts import insistent_signals
 
 # Command name → module in tformer_deploy.commands, imported only when it is asked for: `generate` needs no torch.
 COMMANDS = {
@@ -61,9 +59,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs one command; returns the exit code (docs/ci.md lists them)."""
+    with insistent_signals() as came:
+        return _run(arguments, came)
+
+
+def _run(arguments: list[str], came: list[int]) -> int:
     debug = "--debug" in arguments[:1]
-    signal.signal(signal.SIGTERM, _terminate)
-    stopped = _note_interrupts()
     try:
         result: Any = cli.main(args=arguments, prog_name="tformer-deploy", standalone_mode=False)
         sys.stdout.flush()
@@ -73,20 +74,23 @@ def run(arguments: list[str]) -> int:
         e.show()
         return 2
     except (KeyboardInterrupt, click.Abort):
-        click.echo("Stopped by Ctrl-C.", err=True)
-        return 130
+        return _stopped()
     except BrokenPipeError:
         # Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except Exception as e:
-        if stopped:  # inside an import Ctrl-C becomes some other error
-            click.echo("Stopped by Ctrl-C.", err=True)
-            return 130
+        if signal.SIGINT in came:  # inside an import Ctrl-C becomes some other error
+            return _stopped()
         if debug:
             raise
         return _report(e)
     return result if isinstance(result, int) else 0
+
+
+def _stopped() -> int:
+    click.echo("Stopped by Ctrl-C.", err=True)
+    return 130
 
 
 class _DefectError(TformerError):
@@ -113,23 +117,6 @@ def _report(error: Exception) -> int:
 def _shown(text: str) -> str:
     """Without what would steer a terminal: a path or a library's words may hold anything."""
     return "\n".join(printable(line) for line in text.split("\n"))
-
-
-def _note_interrupts() -> list[int]:
-    """A list that Ctrl-C, which still raises KeyboardInterrupt, leaves a mark in; where it is ignored it stays so."""
-    came: list[int] = []
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        came.append(signum)
-        signal.default_int_handler(signum, frame)
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
-    return came
-
-
-def _terminate(signum: int, frame: object) -> None:
-    raise SystemExit(143)
 
 
 if __name__ == "__main__":

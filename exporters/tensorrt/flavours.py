@@ -161,6 +161,19 @@ def _load(name: FlavourName) -> Flavour:
     return flavour
 
 
+def require_bf16(capabilities: tuple[str, ...]) -> None:
+    """Refuses GPUs that have no bf16.
+
+    Raises:
+        CapabilityError: One of them is older than 8.0.
+    """
+    if old := [c for c in capabilities if int(c.replace(".", "")) < _PORTABLE_FROM]:
+        raise CapabilityError(
+            f"GPUs of compute capability {', '.join(old)} have no bf16; 8.0 is the first that has.",
+            "Give --dtype fp16, or leave that --target out.",
+        )
+
+
 def require_fp8(capabilities: tuple[str, ...]) -> None:
     """Refuses GPUs that do not multiply in FP8.
 

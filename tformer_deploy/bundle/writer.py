@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tformer_deploy.errors import StorageError, UsageError
+from tformer_deploy.interrupts import signals_wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,8 +49,9 @@ def new_folder(path: Path, force: bool, marker: str = "manifest.json") -> Iterat
         _replace(temporary, path, force, marker)
     finally:
         # After an exchange this is the old bundle; after an error the unfinished one.
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(lock)
+        with signals_wait():
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.close(lock)
 
 
 def refuse_existing(path: Path, force: bool, marker: str = "manifest.json", otherwise: str = "name another path") -> None:
@@ -62,14 +64,14 @@ def refuse_existing(path: Path, force: bool, marker: str = "manifest.json", othe
     except FileNotFoundError:
         return
     if not stat.S_ISDIR(mode):
-        raise UsageError(f"The output {path} exists and is no folder.", "Name another output path.")
+        raise UsageError(f"The output {path} exists and is no folder.", f"Remove it if nobody needs it, or {otherwise}.")
     if any(path.iterdir()):
         if not force:
             raise UsageError(f"The output {path} exists.", f"Give --force to replace it, or {otherwise}.")
         if not (path / marker).exists():
             raise UsageError(
                 f"The output {path} holds files and no {marker}, so this tool did not write it.",
-                "Name another path; --force replaces only what this tool wrote.",
+                f"Remove it if nobody needs it, or {otherwise}; --force replaces only what this tool wrote.",
             )
 
 
