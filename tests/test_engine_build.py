@@ -140,7 +140,7 @@ def test_bundle_of_fp32_when_no_dtype_is_given_then_is_refused_and_nothing_is_wr
 
 
 def test_bundle_of_fp16_when_another_dtype_is_asked_for_then_is_refused(fp16: Path):
-    with pytest.raises(InputError, match="fp16 bundle"):
+    with pytest.raises(InputError, match="bundle in fp16"):
         build(fp16, dtype="bf16")
 
 
