@@ -9,6 +9,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import importlib.util
+import signal
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,10 @@ import torch
 
 from tformer_deploy.config import DType, ModelConfig, RopeConfig
 from tformer_deploy.reference import Decoder
+
+# A shell starts what runs in the background with Ctrl-C ignored, and commands that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What is derived for this machine goes where it is removed again, for commands that tests start too.
 _CACHE = tempfile.TemporaryDirectory(prefix="tformer-deploy-cache-")
