@@ -165,7 +165,7 @@ def test_engine_when_a_gpu_does_not_multiply_in_fp8_then_is_refused_at_once(fold
 
 
 def test_engine_when_a_gpu_has_no_bf16_then_is_refused_at_once(folder):
-    with pytest.raises(CapabilityError, match=r"7\.5 have no bf16"):
+    with pytest.raises(CapabilityError, match=r"7\.5 do not multiply in bf16"):
         api.build_engine(folder / "llama.bundle", dtype="bf16", **(OPTIONS | {"targets": ("7.5", "8.9")}))
 
 

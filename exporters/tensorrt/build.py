@@ -36,7 +36,7 @@ from tformer_deploy.bundle.writer import new_folder, refuse_existing, write_file
 from tformer_deploy.errors import CapabilityError, ResourceError, TformerError, UsageError
 from tformer_deploy.exporters.tensorrt.buckets import buckets_for, read_lengths
 from tformer_deploy.exporters.tensorrt.costs import Costs, estimate, require_room, room_for, room_sentence
-from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour, require_bf16, require_fp8
+from tformer_deploy.exporters.tensorrt.flavours import Flavour, load_flavour, require_precision
 from tformer_deploy.exporters.tensorrt.preflight import DEFAULT_BATCH, Layout, Plan, PlanPart, capacity_for, fp8_file, make_plan
 
 if TYPE_CHECKING:
@@ -130,10 +130,7 @@ def build(
         )
     costs = estimate(plan, bundle.manifest)
     draft = _draft(bundle, chosen, plan, targets, costs)
-    if plan.dtype == "bf16":
-        require_bf16(draft.compute_capabilities)
-    if plan.fp8:
-        require_fp8(draft.compute_capabilities)
+    require_precision(draft.compute_capabilities, bf16=plan.dtype == "bf16", fp8=plan.fp8)
     folder = bundle.path / ENGINES / draft.name
     refuse_existing(folder, force, SIDECAR, "give another --dtype, --capacity, --layout or --target")
     if plan.dtype != bundle.manifest.dtype:

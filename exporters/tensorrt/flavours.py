@@ -161,30 +161,20 @@ def _load(name: FlavourName) -> Flavour:
     return flavour
 
 
-def require_bf16(capabilities: tuple[str, ...]) -> None:
-    """Refuses GPUs that have no bf16.
+def require_precision(capabilities: tuple[str, ...], bf16: bool, fp8: bool) -> None:
+    """Refuses GPUs that do not multiply as the engine will.
 
     Raises:
-        CapabilityError: One of them is older than 8.0.
+        CapabilityError: One of them is too old for bf16, or for FP8.
     """
-    if old := [c for c in capabilities if int(c.replace(".", "")) < _PORTABLE_FROM]:
-        raise CapabilityError(
-            f"GPUs of compute capability {', '.join(old)} have no bf16; 8.0 is the first that has.",
-            "Give --dtype fp16, or leave that --target out.",
-        )
-
-
-def require_fp8(capabilities: tuple[str, ...]) -> None:
-    """Refuses GPUs that do not multiply in FP8.
-
-    Raises:
-        CapabilityError: One of them is older than 8.9.
-    """
-    if old := [c for c in capabilities if int(c.replace(".", "")) < _FP8_FROM]:
-        raise CapabilityError(
-            f"GPUs of compute capability {', '.join(old)} do not multiply in FP8; 8.9 is the first that does.",
-            "Give --target 8.9, --target 12.0 or both, or leave --fp8 out.",
-        )
+    wanted = (("bf16", bf16, _PORTABLE_FROM, "give --dtype fp16"), ("FP8", fp8, _FP8_FROM, "leave --fp8 out"))
+    for what, asked, first, otherwise in wanted:
+        if asked and (old := [c for c in capabilities if int(c.replace(".", "")) < first]):
+            named = f"{first // 10}.{first % 10}"
+            raise CapabilityError(
+                f"GPUs of compute capability {', '.join(old)} do not multiply in {what}; {named} is the first that does.",
+                f"Give only --target {named} or later (repeatable), or {otherwise}.",
+            )
 
 
 def gpu_capability() -> str:

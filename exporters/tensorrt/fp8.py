@@ -21,12 +21,12 @@ from onnx import TensorProto, helper, numpy_helper
 from tformer_deploy.backends.bf16 import write_fp32_graphs
 from tformer_deploy.backends.graph import import_runtime
 from tformer_deploy.backends.torch import bundle_backend
-from tformer_deploy.backends.watched import WatchedGraph
 from tformer_deploy.bundle.quantization import HEAD, is_matrix
 from tformer_deploy.bundle.seal import seal
-from tformer_deploy.bundle.signature import INPUT_IDS, LOGIT_POSITIONS, PHASES, cache_names
+from tformer_deploy.bundle.signature import LOGIT_POSITIONS, PHASES
 from tformer_deploy.errors import InputError
 from tformer_deploy.exporters.tensorrt.preflight import fp8_file
+from tformer_deploy.exporters.tensorrt.ranges import PIECE, largest_magnitudes, prefill_inputs
 from tformer_deploy.interrupts import collect_garbage
 from tformer_deploy.parity.gates import Check, judge
 from tformer_deploy.parity.metrics import compare_logits
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 # The largest number of E4M3.
 LARGEST = 448.0
-# Rows are run in pieces: every watched value of a piece is in memory at once.
-_PIECE = 128
 # Every so many rows one is kept for the comparison, and not measured on.
 _KEPT = 4
 # Tokens that are compared at most; on a CPU both sides multiply in float32 or slower.
@@ -57,7 +55,7 @@ MARGIN = 0.1
 
 
 @dataclass(frozen=True)
-class Prompts:
+class SplitRows:
     """Rows of ids, split: scales are measured on some, and the outcome is compared on others.
 
     Attributes:
@@ -116,13 +114,13 @@ def add_fp8_graphs(
     )
 
 
-def split_rows(rows: Sequence[Row]) -> Prompts:
+def split_rows(rows: Sequence[Row]) -> SplitRows:
     """Every fourth row is kept for the comparison."""
     if len(rows) < 2:
-        return Prompts(tuple(rows), tuple(rows))
+        return SplitRows(tuple(rows), tuple(rows))
     compared = tuple(rows[_KEPT - 1 :: _KEPT]) or tuple(rows[-1:])
     measured = tuple(row for i, row in enumerate(rows) if i % _KEPT != _KEPT - 1)
-    return Prompts(measured if len(measured) < len(rows) else tuple(rows[:-1]), compared)
+    return SplitRows(measured if len(measured) < len(rows) else tuple(rows[:-1]), compared)
 
 
 def measure_rows(bundle: Bundle, rows: Sequence[Row]) -> dict[str, float]:
@@ -136,15 +134,7 @@ def measure_rows(bundle: Bundle, rows: Sequence[Row]) -> dict[str, float]:
         InputError: ONNX Runtime cannot run the graph, or a value is not finite.
     """
     read = dict(_products(onnx.load(bundle.prefill_path, load_external_data=False).graph))
-    values = sorted(set(read.values()))
-    most = dict.fromkeys(values, 0.0)
-    with tempfile.TemporaryDirectory(prefix="tformer-deploy-") as scratch:
-        graph = WatchedGraph(bundle, "prefill", values, Path(scratch))
-        for row in rows:
-            for start in range(0, len(row), _PIECE):
-                found = graph.run(_prefill_inputs(bundle, row[start : start + _PIECE], np.dtype(np.float32)))
-                for name in values:
-                    most[name] = max(most[name], float(np.abs(found[name]).max(initial=0.0)))
+    most = largest_magnitudes(bundle, sorted(set(read.values())), rows)
     largest = {matrix: most[value] for matrix, value in read.items()}
     if odd := [matrix for matrix, value in largest.items() if not np.isfinite(value)]:
         raise InputError(f"What {odd[0]} multiplies is not finite on these prompts.", "Run `tformer-deploy check` on the bundle.")
@@ -174,7 +164,7 @@ def compare_fp8(bundle: Bundle, derived: Bundle, largest: dict[str, float], rows
         largest: From :func:`measure_rows`.
         rows: Ids that no scale was measured on.
     """
-    taken = [row[:_PIECE] for row in rows][: max(1, _COMPARED // _PIECE)]
+    taken = [row[:PIECE] for row in rows][: max(1, _COMPARED // PIECE)]
     wanted = list(_logits(bundle, bundle.prefill_path, taken))
     collect_garbage()
     found = list(_fp8_logits(derived, taken))
@@ -278,16 +268,6 @@ def _logits(bundle: Bundle, path: Path, rows: Sequence[Row]) -> Iterator[NDArray
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     for row in rows:
-        inputs = _prefill_inputs(bundle, row, np.dtype(np.float16 if bundle.manifest.dtype == "fp16" else np.float32))
+        inputs = prefill_inputs(bundle.manifest.config, row, np.float16 if bundle.manifest.dtype == "fp16" else np.float32)
         inputs[LOGIT_POSITIONS] = np.arange(len(row), dtype=np.int64)[None]
         yield session.run(["logits"], inputs)[0][0]
-
-
-def _prefill_inputs(bundle: Bundle, ids: Row, dtype: np.dtype[np.generic]) -> dict[str, NDArray[np.generic]]:
-    config = bundle.manifest.config
-    shape = (1, config.n_kv_heads, len(ids), config.head_dim)
-    return {
-        INPUT_IDS: np.array([ids], dtype=np.int64),
-        LOGIT_POSITIONS: np.array([[len(ids) - 1]], dtype=np.int64),
-        **{name: np.zeros(shape, dtype) for name in cache_names(config.n_layers, "past_key_values")},
-    }

@@ -20,15 +20,16 @@ from tformer_deploy.parity.quantised_weights import calibration_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike, NDArray
 
     from tformer_deploy.bundle import Bundle
+    from tformer_deploy.config import ModelConfig
 
 FP16_MOST = 65504.0
 # Other prompts reach further than these: a value that comes this close is named too.
 _MARGIN = 4.0
 # Every watched value of a row is in memory at once, so rows are short.
-_ROW = 128
+PIECE = 128
 # What can grow: products, sums and norms. Everything else passes values on, or makes them smaller.
 _GROWING = ("MatMul", "Gemm", "Add", "Mul", "Attention", "RMSNormalization", "LayerNormalization")
 _NAMED = 8
@@ -145,20 +146,33 @@ def scan_ranges(bundle: Bundle, prompts: Prompts) -> RangeScan:
         InputError: ONNX Runtime cannot run the graph.
     """
     places = _growing(bundle.prefill_path)
-    most = dict.fromkeys(places, 0.0)
-    pieces = [row[start : start + _ROW] for row in prompts.rows for start in range(0, len(row), _ROW)]
-    with tempfile.TemporaryDirectory(prefix="tformer-deploy-") as scratch:
-        graph = WatchedGraph(bundle, "prefill", list(places), Path(scratch))
-        for piece in pieces:
-            values = graph.run(_inputs(graph, piece))
-            for name in places:
-                if name in values:
-                    most[name] = max(most[name], _magnitude(values[name]))
+    most = largest_magnitudes(bundle, list(places), prompts.rows)
     reached = [Reach(places[name], value) for name, value in most.items()]
     beyond = tuple(reach for reach in reached if reach.most > FP16_MOST)
     near = _largest_first(reach for reach in reached if FP16_MOST / _MARGIN < reach.most <= FP16_MOST)
-    tokens = sum(map(len, pieces))
+    tokens = sum(map(len, prompts.rows))
     return RangeScan(tokens, len(places), _largest_first(reached)[0], beyond, near, prompts.kind, prompts.caution)
+
+
+def largest_magnitudes(bundle: Bundle, names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> dict[str, float]:
+    """How far values of the prefill graph go on ONNX Runtime; infinite where one is not finite, 0 where the graph has none of that name.
+
+    Args:
+        bundle: Whose graph.
+        names: Of the values.
+        rows: Ids; each row is run in pieces.
+
+    Raises:
+        InputError: ONNX Runtime cannot run the graph.
+    """
+    most = dict.fromkeys(names, 0.0)
+    with tempfile.TemporaryDirectory(prefix="tformer-deploy-") as scratch:
+        graph = WatchedGraph(bundle, "prefill", names, Path(scratch))
+        for piece in (row[start : start + PIECE] for row in rows for start in range(0, len(row), PIECE)):
+            values = graph.run(prefill_inputs(graph.config, piece, graph.cache_dtype))
+            for name in values.keys() & most.keys():
+                most[name] = max(most[name], _magnitude(values[name]))
+    return most
 
 
 def _spread(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -183,14 +197,13 @@ def _growing(path: Path) -> dict[str, str]:
     return found
 
 
-def _inputs(graph: WatchedGraph, ids: tuple[int, ...]) -> dict[str, NDArray[np.generic]]:
-    config = graph.config
+def prefill_inputs(config: ModelConfig, ids: tuple[int, ...], dtype: DTypeLike) -> dict[str, NDArray[np.generic]]:
+    """Inputs of a prefill graph for one row, whose last logits are asked for; its caches are given in ``dtype``."""
     shape = (1, config.n_kv_heads, len(ids), config.head_dim)
-    caches = {name: np.zeros(shape, graph.cache_dtype) for name in cache_names(config.n_layers, "past_key_values")}
     return {
         INPUT_IDS: np.array([ids], dtype=np.int64),
         LOGIT_POSITIONS: np.array([[len(ids) - 1]], dtype=np.int64),
-        **caches,
+        **{name: np.zeros(shape, dtype) for name in cache_names(config.n_layers, "past_key_values")},
     }
 
 
